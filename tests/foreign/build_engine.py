@@ -1,4 +1,4 @@
-"""Compiles engine.pyx as a user's module, against whichever pagepool is importable: `build_engine.py FOLDER`."""
+"""Compile engine.pyx as a user's module against the importable pagepool: `build_engine.py FOLDER`."""
 
 import importlib.util
 import os
@@ -10,13 +10,13 @@ SOURCE = Path(__file__).parent / "engine.pyx"
 
 
 def compile_engine(folder):
-    """Builds the extension in `folder`; the package's own folders give headers, library and .pxd files."""
+    """Build the extension in `folder` with the headers, library and .pxd files of the installed package."""
     from Cython.Build import cythonize
     from setuptools import Extension, setup
 
     import pagepool
 
-    # PAGEPOOL_SANITIZE is how the library was built, if in a way that its users must share.
+    # PAGEPOOL_SANITIZE names the library's sanitizers, which programs that link it need as well.
     sanitize = os.environ.get("PAGEPOOL_SANITIZE")
     flags = [f"-fsanitize={sanitize}"] if sanitize else []
     extension = Extension(
@@ -39,7 +39,7 @@ def compile_engine(folder):
 
 
 def load_engine(folder):
-    """The engine module, compiled in `folder` by a process of its own."""
+    """Compile the engine module in `folder` in a separate process and import it."""
     import pagepool
 
     folder = Path(folder)

@@ -1,8 +1,8 @@
 """An engine's inner loop outside of pagepool, compiled against the installed package.
 
-A `Worker` runs whole sequences on one pool: it appends the prompt, then token by token appends K and V of every layer
-and decodes; at the end it gives the blocks back. `run` releases the GIL once and takes it again when all rounds are
-done. Workers share nothing but the pool, so any number of them may run at the same time.
+A `Worker` runs whole sequences on one pool. It appends the prompt, then for each token appends K and V of every layer
+and decodes. At the end it frees the blocks. `run` releases the GIL once and takes it again when all rounds are done.
+Workers share only the pool, so any number of them may run at the same time.
 """
 
 from libc.stddef cimport size_t
@@ -33,7 +33,7 @@ OK, EXHAUSTED, INVALID_BLOCK, INVALID_SLOT = PP_OK, PP_EXHAUSTED, PP_INVALID_BLO
 
 
 def append_one(KvCachePool pool not None, int64_t slot, const float[:, ::1] row not None):
-    """The status of `c_append`: writes `row`, (num_kv_heads, head_dim), as K and V of layer 0 to a slot."""
+    """Write `row`, (num_kv_heads, head_dim), as K and V of layer 0 to a slot; return the status of `c_append`."""
     cdef pp_status status
     with nogil:
         status = pool.c_append(0, &slot, 1, &row[0, 0], &row[0, 0], row.shape[0] * row.shape[1], row.shape[1])
@@ -41,7 +41,7 @@ def append_one(KvCachePool pool not None, int64_t slot, const float[:, ::1] row 
 
 
 def decode_one(KvCachePool pool not None, int32_t block, int32_t seq_len, float[:, ::1] out not None):
-    """The status of `c_decode` in layer 0: one sequence of one block attends with the query `out` and writes to it."""
+    """Decode one sequence of one block in layer 0; `out` is both query and result. Return the status of `c_decode`."""
     cdef const float[:, ::1] q = np.array(out)
     cdef pp_status status
     with nogil:
@@ -52,14 +52,15 @@ def decode_one(KvCachePool pool not None, int32_t block, int32_t seq_len, float[
 
 
 cdef class Worker:
-    """One thread's sequence.
+    """The sequence of one thread.
 
     pool        the `KvCachePool` that all workers share
-    k, v        float32 (num_layers, max_len, num_kv_heads, head_dim): what a model would have computed for each token
-    q           float32 (num_layers, max_len, num_qo_heads, head_dim): the query with which a token attends
+    k, v        float32 (num_layers, max_len, num_kv_heads, head_dim): keys and values of each token, as from a model
+    q           float32 (num_layers, max_len, num_qo_heads, head_dim): query of each token
 
-    After `run`, `out` is float32 (num_layers, max_len, num_qo_heads, head_dim): for each decode step, at the position
-    of its token, the output of every layer; `status` is OK or what stopped it, `tokens` the tokens of all rounds.
+    After `run`, `out` is float32 (num_layers, max_len, num_qo_heads, head_dim): the output of every layer for each
+    decode step, at the position of its token. `status` is OK or the first error, `tokens` counts the tokens of all
+    rounds.
     """
 
     cdef KvCachePool pool
@@ -90,9 +91,9 @@ cdef class Worker:
         self.args.sm_scale = <float>(1.0 / self.q.shape[3] ** 0.5)
 
     def run(self, int32_t prompt_len, int32_t max_len, int32_t rounds):
-        """`rounds` times: a prompt of `prompt_len` tokens, then decode steps until there are `max_len` tokens."""
+        """Run `rounds` sequences: a prompt of `prompt_len` tokens, then decode steps up to `max_len` tokens."""
         if not 0 < prompt_len <= max_len <= self.k.shape[1]:
-            raise ValueError(f"a prompt of {prompt_len} and {max_len} tokens do not fit {self.k.shape[1]}")
+            raise ValueError(f"prompt_len {prompt_len} and max_len {max_len} must not exceed {self.k.shape[1]} tokens")
         cdef int32_t _
         with nogil:
             for _ in range(rounds):
@@ -122,7 +123,7 @@ cdef class Worker:
         return released if status == PP_OK else status
 
     cdef pp_status append(self, int32_t n) noexcept nogil:
-        """Reserves n slots and writes K and V of every layer into them, a few tokens at a time."""
+        """Reserve n slots and write K and V of every layer into them, a few tokens per call."""
         cdef int64_t slots[16]
         cdef int32_t layer, count
         cdef int64_t heads = self.k.shape[2], dims = self.k.shape[3]
@@ -142,7 +143,7 @@ cdef class Worker:
         return PP_OK
 
     cdef pp_status decode(self, void *workspace, size_t num_bytes) noexcept nogil:
-        """Attends with the query of the last token, layer by layer."""
+        """Attend with the query of the last token, layer by layer."""
         cdef pp_decode_plan plan
         cdef pp_status status
         cdef int32_t layer

@@ -1,4 +1,4 @@
-"""A foreign Cython module runs whole sequences without the GIL and gets the bits that the Python API gets."""
+"""A foreign Cython module runs whole sequences without the GIL and gets the same bits as the Python API."""
 
 import threading
 
@@ -84,4 +84,4 @@ def test_a_checked_pool_refuses_misuse_without_the_gil(engine, checked):
     assert engine.append_one(pool, block * 16, row) == refused_slot
     assert engine.decode_one(pool, block, 1, out) == refused_block
     assert not checked or (out == before).all()
-    assert engine.decode_one(pool, block, 0, out) == engine.OK  # no block of an empty sequence is read
+    assert engine.decode_one(pool, block, 0, out) == engine.OK  # blocks of an empty sequence are not read

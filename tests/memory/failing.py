@@ -1,4 +1,4 @@
-"""Makes each allocation of an operation fail in turn, in a process that runs under failing_malloc."""
+"""Make each allocation of an operation fail in turn, in a process with failing_malloc preloaded."""
 
 import ctypes
 import gc
@@ -6,23 +6,23 @@ import json
 
 from pagepool import PoolError
 
-ROUNDS = 12  # of each failure, to see whether memory is lost
+ROUNDS = 12  # repetitions of each failure, to detect leaks
 countdown = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_countdown")
 live = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_live")
 mapped = ctypes.c_long.in_dll(ctypes.CDLL(None), "failing_mapped")
 
 
 def take_spares():
-    """Empties the free lists of CPython, so that making an object allocates memory.
+    """Empty CPython's free lists, so that each new object allocates memory.
 
-    CPython 3.11 crashes then in `dict.items`, so operations that call it cannot use this.
+    CPython 3.11 then crashes in `dict.items`, so operations that call it cannot use this.
     """
     tuples = [[tuple(range(size)) for _ in range(2010)] for size in range(1, 5)]
     return tuples, [[] for _ in range(100)], [{} for _ in range(100)], [float(i) for i in range(200)]
 
 
 class Failing:
-    """Runs operations on objects of the class `world`. `picture()` of a world must not change if one fails."""
+    """Run operations on objects of the class `world`. A failed operation must not change the world's `picture()`."""
 
     def __init__(self, world, plain_python, refused):
         self.once = getattr(world, "once", False)  # whether each operation needs a new world
@@ -51,8 +51,8 @@ class Failing:
         return fired and "survived"
 
     def fail_in_turn(self, operation):
-        """How many allocations fail the operation. Raises AssertionError when one changes or loses something."""
-        self.attempt(operation, self.world(), 0)  # makes what is made on first use
+        """Count the failing allocations of the operation. Raises AssertionError if one changes or leaks something."""
+        self.attempt(operation, self.world(), 0)  # warm-up: allocates objects that are created on first use
         failures = 0
         for n in range(1, 2000):
             world = self.world()
@@ -73,11 +73,11 @@ class Failing:
             gc.collect()
             lost = live.value - start[0], mapped.value - start[1]
             assert lost[0] < ROUNDS and lost[1] <= 0, f"allocation {n} failed and {lost} blocks and bytes were lost"
-        raise AssertionError("no end of allocations")
+        raise AssertionError("the operation never succeeds")
 
 
 def fail_all(world, operations, plain_python, refused=()):
-    """Prints, as JSON, how many allocations of each operation failed it; or what went wrong."""
+    """Print as JSON the number of allocations that failed each operation, or the error."""
     by_name = operations.__getitem__
     failing = Failing(world, list(map(by_name, plain_python)), list(map(by_name, refused)))
     results = {}

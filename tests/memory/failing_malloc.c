@@ -1,7 +1,7 @@
-/* failing_malloc.c: preloaded, makes one allocation fail, and counts the blocks that live and the bytes mapped.
+/* failing_malloc.c: a preloaded library that makes one allocation fail, and counts live blocks and mapped bytes.
  *
- * failing_countdown = n: the n-th allocation of this process from then on fails, once. 0: none does. With
- * failing_num_ranges above 0, only those count that are asked for by code in failing_ranges: begin and end of each. */
+ * failing_countdown = n: the n-th allocation from now on fails, once.  0: no allocation fails.  With
+ * failing_num_ranges > 0, only allocations from code in failing_ranges count (begin and end address of each range). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

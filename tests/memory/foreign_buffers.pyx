@@ -1,11 +1,11 @@
 # cython: freethreading_compatible=True
-"""What pagepool.memory.arrays makes of an array, for the tests beside it."""
+"""Access to pagepool.memory.arrays for the tests in this folder."""
 
 from pagepool.memory.arrays cimport Buffer, get_buffer, release_buffer
 
 
 cdef class Halves:
-    """bfloat16 of a library whose arrays have the buffer protocol, but not for that, and DLPack."""
+    """A bfloat16 array with DLPack. It also has the buffer protocol, which fails: the protocol has no bfloat16."""
 
     cdef object tensor
 
@@ -23,7 +23,7 @@ cdef class Halves:
 
 
 def describe(source):
-    """Whether it was read where it lies, and the buffer as it was shown."""
+    """Return whether the array was read directly, without the buffer protocol, and the fields of its buffer."""
     cdef Buffer buffer
     cdef int i
     get_buffer(source, &buffer)

@@ -1,5 +1,5 @@
 # cython: freethreading_compatible=True
-"""A module outside the package that uses its memory without the GIL. Built and driven by the tests beside it."""
+"""A module outside the package that uses its memory without the GIL. The tests in this folder build and call it."""
 
 from cpython.pycapsule cimport PyCapsule_Import
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -40,9 +40,9 @@ cdef uint64_t step(uint64_t *state) noexcept nogil:
 
 
 def hammer(BlockAllocator allocator, double duration, uint64_t seed):
-    """Allocates, shares and frees at random without the GIL; returns (rounds, refusals, errors), all blocks given back.
+    """Allocate, share and free at random without the GIL, then free all blocks; return (rounds, refusals, errors).
 
-    Writes its own mark beside every block that it holds: a block that two threads hold at a time is an error.
+    Marks every block that it holds. A block with the mark of another thread is an error.
     """
     cdef int32_t held[256]
     cdef int64_t rounds = 0, refusals = 0, errors = 0
@@ -78,9 +78,9 @@ def hammer(BlockAllocator allocator, double duration, uint64_t seed):
 
 
 def hammer_sequences(KvCachePool pool, list forks, double patience, float value):
-    """Appends K/V of `value` to forks of one parent without the GIL, each one copying what it shares; and truncates.
+    """Append K and V of `value` to forks of one parent without the GIL, and truncate. Each fork copies shared blocks.
 
-    Returns (appended tokens, errors). The parent's tokens must be 1, all others `value`.
+    Returns (appended tokens, errors). The parent's tokens must be 1, all other tokens `value`.
     """
     cdef PagedSeqState state
     cdef PagedSeqState parent = forks[0]
@@ -114,7 +114,7 @@ def hammer_sequences(KvCachePool pool, list forks, double patience, float value)
 
 
 def time_pair(BlockAllocator allocator, int64_t n):
-    """ns of allocate + free, without the GIL."""
+    """Return the nanoseconds of allocate + free, without the GIL."""
     cdef int32_t block
     cdef double start = seconds()
     with nogil:
@@ -125,7 +125,7 @@ def time_pair(BlockAllocator allocator, int64_t n):
 
 
 def time_bulk(BlockAllocator allocator, int64_t n):
-    """ns a block of allocate_n(64) + free, without the GIL."""
+    """Return the nanoseconds per block of allocate_n(64) + free, without the GIL."""
     cdef int32_t blocks[64]
     cdef double start = seconds()
     with nogil:
@@ -136,26 +136,26 @@ def time_bulk(BlockAllocator allocator, int64_t n):
 
 
 def set_count(BlockAllocator allocator, int32_t block, int32_t count):
-    """Breaks, or mends, a reference count."""
+    """Corrupt, or repair, a reference count."""
     allocator.ref_counts[block] = count
 
 
 def set_freed(BlockAllocator allocator, int32_t place, int32_t block):
-    """Breaks, or mends, an entry of the free list; returns what was there."""
+    """Corrupt, or repair, an entry of the free list; return the previous value."""
     before = allocator.freed[place]
     allocator.freed[place] = block
     return before
 
 
 def set_num_freed(BlockAllocator allocator, int32_t number):
-    """Breaks, or mends, the length of the free list; returns what it was."""
+    """Corrupt, or repair, the length of the free list; return the previous value."""
     before = allocator.num_freed
     allocator.num_freed = number
     return before
 
 
 def statuses_of_bad_calls(PagedSeqState state, SsmStatePool states):
-    """What the c_ methods answer to nonsense: nothing is raised without the GIL."""
+    """Return the statuses of c_ methods for invalid arguments: without the GIL they must not raise."""
     cdef int32_t block = 99, slot = 99
     with nogil:
         negative = state.allocator.c_allocate_n(-1, &block)
@@ -171,7 +171,7 @@ def statuses_of_bad_calls(PagedSeqState state, SsmStatePool states):
 
 
 def through_the_api(object allocator):
-    """Allocates, shares and frees through the capsule; returns what each call answered."""
+    """Allocate, share and free through the capsule; return the result of each call."""
     cdef const pp_allocator_api *api = <const pp_allocator_api *>PyCapsule_Import(PP_ALLOCATOR_API, 0)
     cdef pp_allocator *handle = api.from_object(<void *>allocator)
     cdef int32_t blocks[3]
@@ -202,7 +202,7 @@ cdef extern from "pagepool/lock.h" nogil:
 
 
 def copy_for(KvCachePool pool, double duration, begun):
-    """As a thread that copies a page for so long; returns whether the pool's memory was there all the time."""
+    """Hold the read lock for `duration` seconds, as during a page copy; return whether the pool kept its memory."""
     cdef PageBuffer buffer = pool.buffer
     cdef BlockAllocator allocator = pool.allocator
     cdef double end = seconds() + duration

@@ -1,4 +1,4 @@
-"""Started by test_no_memory.py under failing_malloc: hybrid sequences and their states, as in run_out_of_memory.py."""
+"""Run by test_no_memory.py with failing_malloc: hybrid sequences and their states, as in run_out_of_memory.py."""
 
 from failing import fail_all
 
@@ -13,14 +13,14 @@ from pagepool import (
     StateLayout,
 )
 
-MANY = 300  # numbers beyond the small integers are objects that have to be made
+MANY = 300  # larger than CPython's cached small integers, so that each number allocates an object
 BLOCKS = 2400
 PROMPT = list(range(1200))
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
 
 
 class World:
-    """Everything that takes part, with large ids and lengths."""
+    """The objects of all operations, with large ids and lengths."""
 
     once = True
 
@@ -64,7 +64,7 @@ class World:
 
 
 def save(world):
-    """A failed save may forget states, but every state that it keeps is right."""
+    """A failed save may drop states, but every kept state is correct."""
     try:
         world.checkpoints.save(world.slot, PROMPT, 900, "end")
     except (MemoryError, SystemError):
@@ -75,7 +75,7 @@ def save(world):
 
 
 def resume(world):
-    """A failed resume leaves the state at position 0."""
+    """After a failed resume the state is at position 0."""
     try:
         world.checkpoints.resume(world.slot, PROMPT, 1000)
     except (MemoryError, SystemError):

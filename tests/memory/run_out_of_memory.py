@@ -1,6 +1,6 @@
-"""Started by test_no_memory.py under failing_malloc: runs operations with each of their allocations failing in turn.
+"""Run by test_no_memory.py with failing_malloc: each allocation of each operation fails in turn.
 
-Prints, as JSON, how many allocations of each operation failed it; or what went wrong.
+Prints as JSON the number of allocations that failed each operation, or the error.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ from pagepool.prefix.events import name_row
 PROMPT = list(range(400))
 NAMES = name_row(range(800), 2, bytes(16))
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="bfloat16")
-# Prefill of so large heads wants more scratch than a thread keeps for its next call.
+# Prefill with heads of this size needs more scratch than a thread keeps for its next call.
 LARGE = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1024, block_size=4, dtype="float32")
 QUERIES, RESULTS = np.ones((2, 600, 1024), np.float32), np.ones((2, 600, 1024), np.float32)
 STARTS, LENS, TABLES = np.array([0, 2], np.int32), np.array([6], np.int32), np.array([[0, 1]], np.int32)
@@ -36,7 +36,7 @@ STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")
 
 
 class Shown:
-    """An array that speaks DLPack only."""
+    """An array that supports only DLPack."""
 
     def __init__(self, array):
         self.array = array
@@ -46,7 +46,7 @@ class Shown:
 
 
 class World:
-    """Everything that the operations work on, and what must not change when one fails."""
+    """The objects of all operations, and the state that a failed operation must not change."""
 
     def __init__(self):
         self.pool = KvCachePool.from_layout(LAYOUT, 400)
@@ -71,14 +71,14 @@ class World:
         self.directory.add(0, NAMES[:480])
 
     def decode(self, ints=np.int32, **options):
-        """The last two tokens of two sequences that share their blocks."""
+        """Return the last two tokens of two sequences with shared blocks."""
         q, starts = np.ones((4, 1, 8), np.float32), np.array([0, 2, 4], np.int32)
         tables = np.array([self.parent.blocks] * 2, ints)
         lens = np.array([6, 6], np.int32)
         return decode(q, self.pool, 0, tables, lens, query_start_loc=starts, num_threads=1, **options)
 
     def prefill(self):
-        """Writes results that are not yet there, or nothing."""
+        """Write the missing results, or nothing."""
         RESULTS[:] = 12345.0
         try:
             prefill(QUERIES, self.large, 0, TABLES, LENS, STARTS, out=RESULTS, num_threads=1)
@@ -166,7 +166,7 @@ OPERATIONS = {
 }
 
 
-# Run functions of plain Python on the way.
+# These operations also run pure Python functions.
 PLAIN_PYTHON = ["bad free", *list(OPERATIONS)[list(OPERATIONS).index("prefix cache") :]]
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Started by test_no_memory.py under failing_malloc: a scheduler of which each allocation fails in turn.
+"""Run by test_no_memory.py with failing_malloc: each allocation of a scheduler's calls fails in turn.
 
-Either the call has changed nothing, or the scheduler is closed. Then `close` frees everything, and another scheduler
-serves the same requests over the same pool and cache. Prints how many failed, and what went wrong.
+After a failure either the call has changed nothing, or the scheduler is closed. Then `close` frees everything, and
+another scheduler serves the same requests with the same pool and cache. Prints the number of failures and the errors.
 """
 
 import json
@@ -11,7 +11,7 @@ from failing import countdown
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig
 
-STARTS = (0, 3, 8, 15, 22)  # steps before those with failures: admission, prefill, decode, full, giving way
+STARTS = (0, 3, 8, 15, 22)  # first step with failures: during admission, prefill, decode, a full pool, preemption
 
 
 class World:
@@ -55,7 +55,7 @@ class World:
 
 
 def main():
-    sys.unraisablehook = lambda _: None  # a generator that is dropped says that it wanted memory
+    sys.unraisablehook = lambda _: None  # a dropped generator reports its MemoryError here
     failures, wrong = 0, []
     for start in STARTS:
         for n in range(1, 10_000, 3):

@@ -1,4 +1,4 @@
-"""BlockAllocator, as the fixed table describes it."""
+"""BlockAllocator: allocation order, reference counts, refused calls."""
 
 import numpy as np
 import pytest
@@ -154,7 +154,7 @@ def test_wrong_ids_are_named_and_change_nothing(blocks, error, to_free, to_share
 
 
 def six_of_eight():
-    """Blocks 0 to 4 are taken, 3 twice; 5 is free again, 6 and 7 were never handed out."""
+    """Blocks 0 to 4 are allocated, block 3 has two references; 5 was freed, 6 and 7 were never allocated."""
     allocator = BlockAllocator(8)
     allocator.allocate_n(6)
     allocator.share(3)

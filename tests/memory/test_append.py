@@ -1,4 +1,4 @@
-"""KvCachePool.append and .gather: what they take, what they refuse, and that a refusal writes nothing."""
+"""KvCachePool.append and .gather: accepted arguments, refused arguments; a refused call writes nothing."""
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ def make(dtype="float32", block_size=4, layers=2):
 
 
 def bits_of_bfloat16(values):
-    """Rounded to nearest even, in integers."""
+    """Round f32 to bfloat16, to nearest even, with integer arithmetic."""
     bits = values.view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def widened(values, dtype):
-    """What a page of `dtype` holds of f32 values, as f32."""
+    """Return f32 values as a page of `dtype` stores them, widened to f32."""
     if dtype == "bfloat16":
         return (bits_of_bfloat16(values).astype(np.uint32) << 16).view(np.float32)
     return values.astype(dtype).astype(np.float32)
@@ -63,7 +63,7 @@ def test_the_pools_own_dtype_is_copied(dtype):
 def test_float16_is_rounded_into_pages_of_bfloat16():
     pool = make("bfloat16")
     every = np.arange(2**16, dtype=np.uint16)
-    every = every[every & 0x7C00 != 0x7C00].view(np.float16)  # but infinities and NaN
+    every = every[every & 0x7C00 != 0x7C00].view(np.float16)  # without infinities and NaN
     k = np.resize(every, (2, 12, HEADS, DIM))
     for first in range(0, every.size, k.size):
         k.reshape(-1)[:] = np.resize(every[first:], k.size)
@@ -103,7 +103,7 @@ def test_minus_one_skips_a_token():
 
 
 def views(k, v):
-    """The same K and V behind other strides."""
+    """Return the same K and V with other strides."""
     n = k.shape[0]
     fused = np.zeros((n, 3 * HEADS, DIM), k.dtype)
     fused[:, HEADS : 2 * HEADS], fused[:, 2 * HEADS :] = k, v
@@ -281,4 +281,4 @@ def test_what_lies_in_the_pages_is_refused(name):
         with refuses(ValueError, name):
             pool.append(0, inside["slot_mapping"], inside["k"], inside["v"])
     np.testing.assert_array_equal(pages, before)
-    make().append(0, np.arange(4), pages[: k.size].reshape(k.shape), v)  # another pool's may be read
+    make().append(0, np.arange(4), pages[: k.size].reshape(k.shape), v)  # pages of another pool may be read

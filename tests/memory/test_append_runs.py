@@ -1,16 +1,16 @@
-"""Tokens appended in runs: wherever a run begins and ends in its group of 16, its tokens and no others are written."""
+"""Tokens appended in runs: a run that begins and ends anywhere in groups of 16 writes exactly its tokens."""
 
 import numpy as np
 import pytest
 
 from pagepool import KvCachePool, KvLayout
 
-DIMS = [8, 24, 64, 72, 136]  # less than a vector, no multiple of 64, several runs of 64
+DIMS = [8, 24, 64, 72, 136]  # less than a vector, not a multiple of 64, several runs of 64
 BLOCKS = 3
 
 
 def bits(values, dtype):
-    """What a page of `dtype` holds of f32 values, and those values as f32."""
+    """Return f32 values rounded to `dtype`: as bits of that dtype, and widened to f32."""
     if dtype == "bfloat16":
         whole = values.view(np.uint32).astype(np.uint64)
         half = ((whole + 0x7FFF + ((whole >> 16) & 1)) >> 16).astype(np.uint16)
@@ -19,12 +19,12 @@ def bits(values, dtype):
 
 
 def filled(layout, rng):
-    """A pool whose slots hold random numbers, and those numbers."""
+    """Return a pool filled with random numbers, and the numbers."""
     pool = KvCachePool.from_layout(layout, BLOCKS)
     n = BLOCKS * layout.block_size
     k = rng.standard_normal((n, layout.num_kv_heads, layout.head_dim), np.float32)
     v = rng.standard_normal((n, layout.num_kv_heads, layout.v_head_dim), np.float32)
-    for slot in range(n):  # one by one: what a run does is what is tested
+    for slot in range(n):  # token by token: runs are tested against this
         rows = (k[slot : slot + 1],) if layout.v_in_k else (k[slot : slot + 1], v[slot : slot + 1])
         pool.append(0, np.array([slot]), *rows)
     k, v = bits(k, layout.dtype)[1], bits(v, layout.dtype)[1]

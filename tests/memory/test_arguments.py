@@ -1,4 +1,4 @@
-"""What callers hand over: integers of any type count as ints, everything else is refused in one sentence."""
+"""Integer arguments: integers of any type are accepted, other types are refused with a clear error."""
 
 import warnings
 

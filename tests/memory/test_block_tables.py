@@ -1,4 +1,4 @@
-"""BlockTables, append_batch and release_batch: a whole batch at a time."""
+"""BlockTables, append_batch and release_batch: operations on a whole batch."""
 
 from types import SimpleNamespace
 
@@ -252,13 +252,13 @@ def test_a_batch_takes_or_grows_for_no_block_that_the_last_sharer_keeps():
     parent = PagedSeqState(allocator, 4)
     parent.append(6)
     child = parent.fork()
-    append_batch([parent, child], [1, 1])  # the first takes a copy, then the block is the second's alone
+    append_batch([parent, child], [1, 1])  # the first sequence copies the block, then the second owns it alone
     assert (allocator.capacity, allocator.in_use) == (3, 3)
     append_batch([], [])
 
 
 def test_a_number_may_do_anything_while_it_is_read():
-    """What it changes is seen, and nothing is read or written where it was."""
+    """A number's `__index__` can release a sequence. The call sees the change and accesses no freed memory."""
     allocator = BlockAllocator(5000)
     states = [PagedSeqState(allocator, 1) for _ in range(2)]
 

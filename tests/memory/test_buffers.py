@@ -1,4 +1,4 @@
-"""Plain arrays of NumPy, read where they lie, show what their buffer protocol does."""
+"""Plain NumPy arrays are read directly, with the same result as through the buffer protocol."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ PLAIN = ["float32", "float16", "uint16", "int32", "int64"]
 
 
 class Own(np.ndarray):
-    """Has the buffer protocol of an array and is no plain one."""
+    """A subclass of ndarray, which is not read directly."""
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +30,20 @@ def describe(foreign):
 
 
 def formats_alike(shown):
-    """int64 has two names where long is as long."""
+    """int64 has two format characters on platforms with a 64-bit long."""
     return shown | {"format": shown["format"].replace(b"l", b"q")}
 
 
 @st.composite
 def arrays(draw):
-    """Of any dtype, up to 6 axes in any order and direction, with steps, empty, of length 1, in part or read-only."""
+    """Draw an array of any dtype with up to 6 axes: permuted, reversed, strided, empty, length 1, or read-only."""
     dtype = draw(st.sampled_from([*PLAIN, "float64", ">f4", ">i4", "uint8", "int16", "bool"]))
     shape = draw(st.lists(st.integers(0, 4), max_size=6))
     array = np.empty(shape, dtype)
     slices = [slice(None), slice(None, None, -1), slice(None, None, 2), slice(1, None), slice(0, 1)]
-    array = array[(*(draw(st.sampled_from(slices)) for _ in shape), ...)]  # an array, without axes too
+    array = array[(*(draw(st.sampled_from(slices)) for _ in shape), ...)]  # an array even without axes
     array = array.transpose(draw(st.permutations(range(array.ndim))))
-    if 1 in array.shape and draw(st.booleans()):  # no step is taken there: it may be any
+    if 1 in array.shape and draw(st.booleans()):  # an axis of length 1 may have any stride
         axis, step = array.shape.index(1), draw(st.sampled_from([0, 6, -8, 1 << 40]))
         array = as_strided(array, strides=[step if i == axis else s for i, s in enumerate(array.strides)])
     if draw(st.booleans()):
@@ -57,7 +57,7 @@ def test_plain_arrays_show_what_their_buffer_does(describe, array):
     by_protocol, expected = describe(array.view(Own))
     assert not by_protocol
     assert in_place == (array.dtype.isnative and array.dtype.name in PLAIN and array.ndim <= 4)
-    # one of Fortran's that is not of C as well has its own strides here, and regular ones there
+    # a Fortran-ordered array that is not C-contiguous: its own strides here, regular strides there
     if array.flags.f_contiguous and not array.flags.c_contiguous:
         del shown["strides"], expected["strides"]
     assert formats_alike(shown) == formats_alike(expected)

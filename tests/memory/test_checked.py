@@ -1,4 +1,4 @@
-"""Checked mode: misuse of blocks is found when it happens. Each promise of `KvCachePool.checked`; off by default."""
+"""Checked mode detects misuse of blocks when it happens: each guarantee of `KvCachePool.checked`; off by default."""
 
 import os
 import subprocess
@@ -69,7 +69,7 @@ def test_pages_of_freed_blocks_are_nan(dtype, give_back):
             assert np.isnan(values).all()
     assert not np.isnan(pool.gather(1, kept.blocks, 16)).any()
     if give_back is not release:
-        pool.allocator.allocate_n(2)  # as the sequence still has them
+        pool.allocator.allocate_n(2)  # the sequence still has its blocks
         kept.release()
 
 

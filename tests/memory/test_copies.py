@@ -1,4 +1,4 @@
-"""What owns memory or ids has no second copy, which would give back what the first one has."""
+"""Objects that own memory or ids cannot be copied: a copy would free the original's resources."""
 
 import copy
 import pickle

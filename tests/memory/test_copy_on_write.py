@@ -1,4 +1,4 @@
-"""The bytes follow the ids: a fork that appends writes into a copy, in every pool of the allocator."""
+"""Copy-on-write: a fork that appends writes into a copied block, in every pool of the allocator."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Arrays of ctypes, whose buffers have no strides even where these are asked for, are taken as NumPy's are."""
+"""ctypes arrays are accepted like NumPy arrays, although their buffers have no strides even on request."""
 
 import ctypes
 
@@ -10,7 +10,7 @@ from pagepool import BlockAllocator, KvCachePool, KvLayout, decode
 
 
 def like(array):
-    """The same elements in an array of ctypes."""
+    """Return a ctypes array with the same elements."""
     kind = {"f": ctypes.c_float, "i": ctypes.c_int32, "l": ctypes.c_int64, "H": ctypes.c_uint16}[array.dtype.char]
     for length in reversed(array.shape):
         kind *= length

@@ -1,4 +1,4 @@
-"""What users tie into knots is collected, once, and gives back what it has; sequences are none of the collector's."""
+"""Reference cycles of pagepool objects are collected once and free their resources. Sequences are not tracked."""
 
 import gc
 import importlib
@@ -30,10 +30,11 @@ HAVE_GC = 1 << 14
 HEAP_TYPE = 1 << 9
 
 
-def test_of_the_compiled_classes_only_those_with_objects_of_others_are_tracked():
-    """The collector takes what an object refers to from it before it goes, which blocks cannot be given back without.
+def test_the_collector_tracks_only_classes_that_can_be_part_of_a_cycle():
+    """The garbage collector clears an object's references before it frees the object.
 
-    So it may know only those that can be part of a cycle: through a layout, a list of states, or a view of an array.
+    An object that needs these references to free its blocks must not be tracked. Only classes that can be part of a
+    cycle are tracked: through a layout, a list of states, or a view of an array.
     """
     tracked = set()
     for found in pkgutil.iter_modules(pagepool.memory.__path__, "pagepool.memory."):
@@ -46,14 +47,14 @@ def test_of_the_compiled_classes_only_those_with_objects_of_others_are_tracked()
 
 
 class Knot:
-    """Refers to itself, so that only the collector ends it."""
+    """Refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self):
         self.itself = self
 
 
 def tie(allocator, rng):
-    """One of everything in a knot, in an order of its own; returns weak references to what must go."""
+    """Put one object of each kind into a cycle, in random order; return weak references to the main objects."""
     pool = KvCachePool.from_layout(LAYOUT, allocator.capacity, allocator)
     states = SsmStatePool.from_layout(STATES, 8)
     cache = PrefixCache(allocator, 4, rng.choice(["lru", "gittins"]))

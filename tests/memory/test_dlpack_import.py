@@ -1,4 +1,4 @@
-"""Tensors of libraries that speak DLPack only, as every argument: by both forms of capsules and by the exchange API."""
+"""DLPack-only tensors as every argument: both kinds of capsules, and the exchange API."""
 
 import ctypes
 import sys
@@ -61,7 +61,7 @@ class Versioned(ctypes.Structure):
 
 
 class Producer:
-    """A tensor of another library over an array; uint16 is shown as bfloat16, which NumPy lacks."""
+    """Another library's tensor over an array. uint16 is exported as bfloat16, which NumPy lacks."""
 
     versioned = True
 
@@ -77,7 +77,7 @@ class Producer:
 
     def __dlpack__(self, **options):
         if options and not self.versioned:
-            raise TypeError("this library is older than DLPack 1.0")
+            raise TypeError("this library does not support DLPack 1.0")
         self.managed = (
             Versioned(1, 0, None, None, self.flags, self.tensor) if self.versioned else Legacy(self.tensor, None, None)
         )
@@ -112,12 +112,12 @@ NEWER_API, LESSER_API = ExchangeApi(2, 0, None, (None, None, None), show), Excha
 
 
 class FastProducer(Producer):
-    """Has the table of C functions, and nothing else that could be used."""
+    """Has only the table of C functions; its other methods raise."""
 
     __dlpack_c_exchange_api__ = new_capsule(ctypes.addressof(EXCHANGE_API), b"dlpack_exchange_api", None)
 
     def __dlpack__(self, **options):
-        raise AssertionError("the exchange API is faster")
+        raise AssertionError("the faster exchange API must be used")
 
 
 PRODUCERS = pytest.mark.parametrize("producer", [Producer, LegacyProducer, FastProducer])
@@ -149,7 +149,7 @@ def test_append_takes_bfloat16_by_dlpack(pool, producer, strided):
 
 @PRODUCERS
 def test_a_lazily_negated_tensor_is_refused(pool, producer):
-    """Torch marks such a view with a bit that DLPack does not carry: its memory has the other sign."""
+    """A lazily negated torch view: its memory has the opposite sign, and DLPack has no flag for that."""
     negated = type("Negated", (producer,), {"is_neg": lambda self: True})
     k, state = bfloat16_bits(np.random.default_rng(0), 5, 2, 64), PagedSeqState(pool.allocator)
     slots = state.append(5)
@@ -170,7 +170,7 @@ def test_rows_that_are_apart(pool, producer):
 
 @pytest.fixture
 def batch(pool):
-    """Arguments of decode for two sequences, as NumPy arrays; queries whose bits bfloat16 has."""
+    """Return arguments of decode for two sequences, as NumPy arrays; the queries are exact in bfloat16."""
     rng = np.random.default_rng(2)
     states = [PagedSeqState(pool.allocator), PagedSeqState(pool.allocator)]
     for state, length in zip(states, (5, 20), strict=True):
@@ -206,7 +206,7 @@ def test_what_must_not_be_written_to_is_no_out(pool, batch, flags):
     with refuses(ValueError, "out"):
         prefill(q, pool, 0, tables, lens, starts, out=Producer(out, flags=flags))
     assert (out == 5).all()
-    prefill(Producer(q, flags=flags), pool, 0, tables, lens, starts)  # which is read only
+    prefill(Producer(q, flags=flags), pool, 0, tables, lens, starts)  # read-only
 
 
 @PRODUCERS
@@ -226,7 +226,7 @@ def test_a_result_does_not_overlap_what_is_read(pool, batch, producer):
 def test_int64_beyond_32_bits(pool, batch):
     q, tables, lens, starts = batch
     wide = tables.astype(np.int64)
-    wide[0, 1:] = 2**40, -(2**40)  # behind the end of the sequence: whatever it likes
+    wide[0, 1:] = 2**40, -(2**40)  # after the end of the sequence, any value is allowed
     expected = prefill(q, pool, 0, tables, lens, starts)
     np.testing.assert_array_equal(prefill(q, pool, 0, wide, lens, starts), expected)
     for block, limit in ((2**40, 2147483647), (-(2**40), -2147483648)):
@@ -334,7 +334,7 @@ def test_what_cannot_be_read_is_refused_and_nothing_is_written(pool, producer, o
 def test_a_tensor_without_memory(batch, pool):
     q, tables, lens, starts = batch
     shown = FastProducer(q)
-    shown.tensor.data = None  # of torch's meta tensors, for example
+    shown.tensor.data = None  # as in torch's meta tensors
     with refuses(ValueError, "FastProducer"):
         prefill(shown, pool, 0, tables, lens, starts)
 
@@ -378,6 +378,6 @@ def test_views_of_bfloat16_show_it_by_dlpack():
             assert tuple(shown.shape[: view.ndim]) == view.shape
     assert view.__dlpack_device__() == (CPU, 0)
     numbers = (states.view(0, "s").astype(np.uint32) << 16).view(np.float32)
-    assert np.from_dlpack(numbers).dtype == np.float32  # no bits any more
-    assert np.from_dlpack(states_of("uint16").view(0, "s")).dtype == np.uint16  # never were
+    assert np.from_dlpack(numbers).dtype == np.float32  # floats are not marked as bfloat16
+    assert np.from_dlpack(states_of("uint16").view(0, "s")).dtype == np.uint16  # declared as uint16
     assert np.from_dlpack(states_of("float32").view(0, "s")).shape == (2, 3, 4)

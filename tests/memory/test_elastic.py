@@ -1,4 +1,4 @@
-"""Pools that grow and shrink: ids that come and go, memory that is given back, an address that never changes."""
+"""Pools that grow and shrink: the capacity changes, memory is returned to the system, the address stays the same."""
 
 import ctypes
 import mmap
@@ -22,12 +22,12 @@ from pagepool import (
     reference,
 )
 
-LAYOUT = KvLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=16)  # 64 KiB a block
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=16)  # 64 KiB per block
 MIB, PAGE = 1 << 20, mmap.PAGESIZE
 
 
 def resident(pool):
-    """Bytes of the pool's pages that have memory: what else the process takes meanwhile does not count."""
+    """Return the resident bytes of the pool's pages alone, without other memory of the process."""
     pages = np.frombuffer(memoryview(pool), np.uint8)
     first, end = pages.ctypes.data & -PAGE, pages.ctypes.data + pages.nbytes
     has = np.empty(-(-(end - first) // PAGE), np.uint8)
@@ -139,12 +139,12 @@ def test_free_memory_is_given_back_and_used_memory_is_not():
     kept = taken[blocks // 2 : blocks // 2 + 3]
     pool.allocator.free(np.setdiff1d(taken, kept))
     given = pool.trim()
-    # One huge page, or two, hold the blocks in use and their neighbours.
+    # One or two huge pages contain the blocks in use and their neighbours.
     assert given >= 58 * MIB and full - resident(pool) >= 56 * MIB
     for block in kept.tolist():
         assert (pool.page(block).view(np.uint16) == block + 1).all()
     assert pool.page(0).view(np.uint16)[0] == 0
-    pool.page(0)[:] = 5  # and it can be used again
+    pool.page(0)[:] = 5  # the page can be used again
     pool.allocator.free(kept)
     assert pool.shrink() == 0 and pool.allocator.available == blocks
     assert resident(pool) - before <= 4 * MIB
@@ -152,7 +152,7 @@ def test_free_memory_is_given_back_and_used_memory_is_not():
 
 
 def test_a_long_run_is_given_back_whole_though_it_takes_turns():
-    layout = KvLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=48)  # no divisor of a huge page
+    layout = KvLayout(num_layers=4, num_kv_heads=4, head_dim=64, block_size=48)  # blocks do not divide a huge page
     pool = KvCachePool.from_layout(layout, 0, max_blocks=80 * MIB // layout.block_bytes)
     blocks = pool.allocator.allocate_n(pool.max_blocks)
     pool.numpy().view(np.uint16)[:] = 1
@@ -190,7 +190,7 @@ def test_pages_that_threads_take_meanwhile_keep_what_is_written():
 
 
 class ElasticMachine(RuleBasedStateMachine):
-    """Ours and the reference, through any order of calls: the same answers, the same numbers."""
+    """Any order of calls gives the same results on pagepool and the reference."""
 
     @initialize(blocks=st.integers(0, 6), more=st.integers(0, 6))
     def start(self, blocks, more):

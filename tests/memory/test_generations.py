@@ -1,4 +1,4 @@
-"""Words of blocks: the generation rises with each taking, in whatever way, and one bit says that a block is held."""
+"""Generation words of blocks: every allocation increases the generation, and one bit marks allocated blocks."""
 
 import copy
 import threading
@@ -72,7 +72,7 @@ def test_sequences_copies_on_write_and_caches_take_new_generations():
     first.append(6)
     second = first.fork()
     assert generations.of([0, 1, 2]).tolist() == [1, 1, 0]
-    second.append(1)  # copies the block that it writes
+    second.append(1)  # copies the shared block
     assert generations.of([0, 1, 2]).tolist() == [1, 1, 1]
     cache = PrefixCache(allocator, 4)
     cache.cache_blocks([1, 2, 3, 4], first.blocks[:1])

@@ -1,4 +1,4 @@
-"""One handle over pages, windows and a recurrent state: whatever is done, all parts agree with the tokens."""
+"""HybridSequence (pages, windows and a recurrent state): after any operation all parts match the tokens."""
 
 import random
 
@@ -24,7 +24,7 @@ STATES = StateLayout(layers=[{"h": ((3,), "float64")}])
 
 
 def state_after(tokens):
-    """The result of a recurrence over the tokens; zeros without tokens."""
+    """Return the result of a recurrence over the tokens; zeros without tokens."""
     value = 0
     for token in tokens:
         value = (value * 31 + token + 1) % 100_003
@@ -32,7 +32,7 @@ def state_after(tokens):
 
 
 class Written:
-    """A sequence, the tokens that were fed to it, and an engine that writes keys and states."""
+    """A sequence, its tokens, and a fake engine that writes keys and states."""
 
     def __init__(self, engine, sequence, tokens=()):
         self.engine = engine
@@ -268,7 +268,7 @@ def test_a_request_begins_with_what_is_cached_of_all_its_groups():
     second.sequence.adopt(rows, 10)
     second.sequence.state.view(0, "h")[...] = state_after(range(10))
     second.check()
-    second.feed([90, 91])  # into blocks that are shared: copies
+    second.feed([90, 91])  # copies the shared blocks
     first.feed([80])
     for each in (first, second):
         each.check()

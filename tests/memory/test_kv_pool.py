@@ -1,4 +1,4 @@
-"""KvCachePool: pages, flat and from a layout. What append takes is in test_append.py."""
+"""KvCachePool: pages, flat and from a layout. test_append.py tests append."""
 
 import gc
 import sys
@@ -160,7 +160,7 @@ def test_views_outlive_the_pool(look):
     view = look(pool)
     del pool
     gc.collect()
-    np.asarray(KvCachePool(4, 2)).fill(1)  # would land in the same place, were it free
+    np.asarray(KvCachePool(4, 2)).fill(1)  # would reuse the memory if it were free
     assert view.tolist() == [9] * 4
     view[:] = 8
 
@@ -195,7 +195,7 @@ def test_pools_may_share_an_allocator():
 
 
 class DtypeOfTorch:
-    """What torch's dtypes look like, without torch."""
+    """A stand-in for torch's dtypes."""
 
     __module__ = "torch"
 
@@ -305,5 +305,5 @@ def test_a_closed_pool_hands_out_nothing_and_is_not_entered():
     for call in (pool.alloc, pool.__enter__):
         with refuses(ValueError, "closed"):
             call()
-    pool.free(page)  # what was taken may still be given back
+    pool.free(page)  # pages of a closed pool can still be freed
     pool.allocator.check(others=0)

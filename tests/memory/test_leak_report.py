@@ -1,4 +1,4 @@
-"""Closing a pool says what is held still, by label, number and place; nothing else says anything."""
+"""Closing a pool reports blocks in use by label, number and allocation site. A pool without leaks does not warn."""
 
 import gc
 import subprocess
@@ -38,7 +38,7 @@ def messages(found):
 
 def test_closing_a_pool_names_whoever_holds_blocks():
     pool = KvCachePool.from_layout(LAYOUT, 16)
-    KvCachePool.from_layout(LAYOUT, 16, pool.allocator).close()  # one of two: the sequences go on in the other
+    KvCachePool.from_layout(LAYOUT, 16, pool.allocator).close()  # one of two pools: the sequences continue in the other
     parent = sequence(pool.allocator, 9, "request 7")
     child = parent.fork()
     child.label = 8
@@ -95,7 +95,7 @@ def test_what_is_done_as_it_should_be_warns_of_nothing():
         state.close()
     with pytest.raises(ValueError, match="the pool is closed"):
         pool.page(0)
-    dropped = KvCachePool.from_layout(LAYOUT, 16)  # the sequence has its allocator: nothing is lost
+    dropped = KvCachePool.from_layout(LAYOUT, 16)  # the sequence keeps the allocator alive: no leak
     state = sequence(dropped.allocator, 9, 1)
     del dropped
     gc.collect()

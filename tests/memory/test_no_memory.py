@@ -1,4 +1,4 @@
-"""Every malloc, posix_memalign and mmap fails in turn: MemoryError, nothing changed, nothing lost."""
+"""Every malloc, posix_memalign and mmap fails in turn: the call raises MemoryError, changes and leaks nothing."""
 
 import json
 import os
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A function that runs a script, with allocations that can be made to fail, and returns what it prints."""
+    """Return a function that runs a script with failing_malloc preloaded and returns its output."""
     if shutil.which("gcc") is None:
         pytest.skip("gcc builds the library that lets allocations fail")
     if "asan" in os.environ.get("LD_PRELOAD", ""):

@@ -34,9 +34,9 @@ def foreign(build_foreign):
 
 
 def test_threads_share_an_allocator(foreign):
-    allocator = BlockAllocator(700)  # too few for all at a time
+    allocator = BlockAllocator(700)  # fewer than the threads can hold, so that some calls are refused
     refused = 0
-    for _ in range(50):  # until that is felt, however slow the machine
+    for _ in range(50):  # until a call is refused, even on a slow machine
         with ThreadPoolExecutor(6) as pool:
             results = list(pool.map(lambda seed: foreign.hammer(allocator, 2.0, seed), range(6)))
         allocator.check()
@@ -49,8 +49,8 @@ def test_threads_share_an_allocator(foreign):
     assert sorted(allocator.allocate_n(allocator.peak_in_use)) == list(range(allocator.peak_in_use))
 
 
-def test_python_threads_mix_with_those_without_the_gil(foreign):
-    allocator = BlockAllocator(3 * 256 + 8)  # enough for all at a time
+def test_threads_with_and_without_the_gil_share_an_allocator(foreign):
+    allocator = BlockAllocator(3 * 256 + 8)  # enough for all threads
     with ThreadPoolExecutor(3) as pool:
         futures = [pool.submit(foreign.hammer, allocator, 0.5, seed) for seed in range(3)]
         while not all(future.done() for future in futures):
@@ -97,9 +97,9 @@ def test_forks_append_in_parallel_while_pools_come_and_go(foreign):
     assert pool.allocator.in_use == 2
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # that is what is tested
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # the test forks on purpose
 def test_a_forked_child_finds_the_allocator_whole(foreign):
-    allocator = BlockAllocator(3 * 256 + 8)  # what the parent's threads hold stays held in the child
+    allocator = BlockAllocator(3 * 256 + 8)  # blocks of the parent's threads stay allocated in the child
     pool = KvCachePool.from_layout(LAYOUT, 3 * 256 + 8, allocator)
     threads = [threading.Thread(target=foreign.hammer, args=(allocator, 1.0, seed)) for seed in range(3)]
     for thread in threads:
@@ -108,7 +108,7 @@ def test_a_forked_child_finds_the_allocator_whole(foreign):
     end = time.monotonic() + 0.8
     while not statuses or time.monotonic() < end:
         child = os.fork()
-        if child == 0:  # nothing here may wait for a thread of the parent
+        if child == 0:  # the child must not wait for a thread of the parent
             code = 1
             try:
                 allocator.check()
@@ -205,7 +205,7 @@ def test_check_names_the_broken_equation(foreign, break_it, words):
     allocator.free([1, 3])
     allocator.check()
     break_it(foreign, allocator)
-    for _ in range(2):  # a check leaves no trace
+    for _ in range(2):  # a check changes nothing
         with refuses(PoolError, *words):
             allocator.check()
 

@@ -1,4 +1,4 @@
-"""Who holds a block: the owner map, the leak report and the audit of every reference."""
+"""Owners of blocks: the owner map, the leak report and the audit of every reference."""
 
 import gc
 
@@ -59,7 +59,7 @@ def test_check_finds_references_that_nobody_has_and_holders_without_any():
     allocator.check()
     with pytest.raises(PoolError, match="1 references belong to no holder, not 0"):
         allocator.check(others=0)
-    allocator.free([2, 2])  # one too many: a table's own
+    allocator.free([2, 2])  # one too many: drops a table's reference
     with pytest.raises(PoolError, match="block 2 has 1 references, its holders have 2"):
         allocator.check()
     allocator.share(2)

@@ -1,4 +1,4 @@
-"""PagedSeqState: the table of one sequence. That bytes follow is in test_copy_on_write.py."""
+"""PagedSeqState: the block table of one sequence. test_copy_on_write.py tests the bytes."""
 
 import gc
 
@@ -327,8 +327,8 @@ def test_blocks_freed_behind_the_back_are_reported(allocator):
     assert allocator.allocate() == 1
 
 
-def test_more_tokens_than_slots_fit_into_memory_are_more_than_the_pool_has_blocks(allocator):
-    """`PoolExhausted` is a MemoryError, too, but one that an engine can do something about."""
+def test_a_huge_number_of_tokens_raises_pool_exhausted(allocator):
+    """`PoolExhausted` is also a MemoryError, but an engine can handle it, for example by preemption."""
     states = [PagedSeqState(allocator, 1024, 2**30) for _ in range(3)]
     hybrid = HybridSequence([KvGroup(allocator, 1024, None, 2**30)])
     states[0].append(5)
@@ -353,13 +353,13 @@ def test_a_state_that_goes_after_such_a_free_touches_no_block(allocator):
 
 
 def test_sequences_and_allocators_are_no_business_of_the_garbage_collector():
-    """They go by their reference counts: cleared by a collection, one could not give its blocks back."""
+    """Reference counts free sequences: a sequence cleared by the garbage collector could not free its blocks."""
     allocator = BlockAllocator(4)
     assert not gc.is_tracked(allocator) and not gc.is_tracked(PagedSeqState(allocator))
 
 
 def test_a_sequence_has_blocks_of_as_many_tokens_as_the_pool_of_its_allocator():
-    """Otherwise two sequences would have slots in one page."""
+    """Otherwise two sequences would write slots of the same page."""
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=32), 4)
     for make in (PagedSeqState, PrefixCache):
         assert make(pool.allocator).block_size == make(pool.allocator, 32).block_size == 32
@@ -383,7 +383,7 @@ def test_an_allocator_has_one_block_size(package):
     third = package.KvCachePool.from_layout(layouts[1], 4, allocator)
     state = package.PagedSeqState(allocator)
     del third
-    with refuses(ValueError, "block_size", 16, 8):  # slots of the sequence would be in wrong blocks
+    with refuses(ValueError, "block_size", 16, 8):  # the sequence's slots would be in wrong blocks
         package.KvCachePool.from_layout(layouts[0], 4, allocator)
     assert state.block_size == 16
 

@@ -1,4 +1,4 @@
-"""Calls that are refused, a table for each API: type, names and numbers of the error, and that nothing has changed."""
+"""Refused calls, a table for each API: type, names and numbers of the error; a refused call changes nothing."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def refused(world, use, error, words):
 
 
 class Tables:
-    """Tables of two rows of two blocks, and sequences to fill them with."""
+    """BlockTables with two rows of two blocks, and sequences for them."""
 
     def __init__(self):
         self.allocator = BlockAllocator(32)
@@ -148,7 +148,7 @@ def test_sequence_pools(use, error, words):
 
 
 class Hybrid:
-    """A sequence of 10 tokens, whose state is known at 9, another one of none, and a small one."""
+    """A sequence of 10 tokens with a checkpoint at 9, an empty sequence, and a small sequence."""
 
     def __init__(self):
         self.blocks = BlockAllocator(40)
@@ -201,7 +201,7 @@ def test_hybrid_sequences(use, error, words):
 
 
 class Shown:
-    """A tensor that has DLPack alone; or anything else in place of its capsule."""
+    """A DLPack-only tensor, or an object that returns something else instead of a capsule."""
 
     def __init__(self, shown):
         self.shown = shown

@@ -1,4 +1,4 @@
-"""SequencePool: pages, states, or both behind one face."""
+"""SequencePool: pages, states, or both behind one interface."""
 
 import pytest
 

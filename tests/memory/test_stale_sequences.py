@@ -1,4 +1,4 @@
-"""Closed sequences: whoever uses what was given back gets a clear error and changes nothing."""
+"""Closed sequences: any use raises a clear error and changes nothing."""
 
 import pytest
 from refusals import refuses

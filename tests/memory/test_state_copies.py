@@ -1,4 +1,4 @@
-"""Copies of recurrent states, and what says how many there are."""
+"""Copies of recurrent states, and the counters of copies."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Blocks that a sliding window left behind are given back; attention over the rest has the same bits."""
+"""Blocks before a sliding window are freed. Attention over the remaining blocks has the same bits."""
 
 import numpy as np
 import pytest
