@@ -1,4 +1,4 @@
-"""What all tests share: building Cython modules outside the package, as its users do, and that no GIL comes back."""
+"""Fixtures of all tests: build Cython modules outside the package; check that no import turns the GIL on."""
 
 import importlib.util
 import os
@@ -40,7 +40,7 @@ setup(name=name, ext_modules=cythonize([extension], compiler_directives=directiv
 
 @pytest.fixture(autouse=True)
 def no_gil_comes_back():
-    """On CPython without a GIL, an extension module that does not declare that it needs none turns it on for good."""
+    """Without the declaration freethreading_compatible, an extension module turns the GIL on permanently."""
     yield
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         assert not sys._is_gil_enabled(), "an extension module has turned the GIL on"
@@ -48,7 +48,7 @@ def no_gil_comes_back():
 
 @pytest.fixture(scope="session")
 def build_foreign(tmp_path_factory):
-    """A function from the path of a .pyx file to the module, built against the pagepool that is imported here."""
+    """Return a function that builds a .pyx file against the imported pagepool and returns the module."""
     built = {}
 
     def build(source):
@@ -57,7 +57,7 @@ def build_foreign(tmp_path_factory):
             shutil.copy(source, folder)
             (folder / "setup.py").write_text(SETUP)
             path = os.pathsep.join([str(Path(pagepool.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-            # Without LD_PRELOAD: a sanitizer need not watch Cython and the compiler, which it makes slow.
+            # Without LD_PRELOAD: a preloaded sanitizer would only slow down Cython and the compiler.
             environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
             places = [pagepool.get_library_dir(), pagepool.get_include(), source.stem]
             done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A runner without a model: the next token follows from all tokens before it, as read back from the pages."""
+"""A runner without a model: it computes the next token from all previous tokens, which it reads from the pages."""
 
 import threading
 import time
@@ -12,7 +12,7 @@ VOCABULARY = 256
 
 
 class Bytes:
-    """A tokenizer whose tokens are the bytes of UTF-8; 0 ends a text and is not shown."""
+    """A tokenizer with one token per UTF-8 byte. Token 0 ends a text and decodes to nothing."""
 
     eos_token_id = 0
     chat_template = "{role}: {content}"
@@ -28,11 +28,11 @@ class Bytes:
 
 
 class FakeRunner:
-    """Has the methods of a ModelRunner. `model` is None, there is nothing to load.
+    """A ModelRunner without a model: `model` is None.
 
-    next_token   a function from all tokens of a sequence to logits of `VOCABULARY` tokens, instead of random ones
+    next_token   a function from all tokens of a sequence to logits of `VOCABULARY` tokens; by default random logits
     fails        a function from a batch to an exception to raise, or None
-    step_seconds how long a step takes
+    step_seconds duration of a step
     """
 
     model = None
@@ -84,7 +84,7 @@ class FakeRunner:
 
 
 def random_logits(tokens):
-    """Printable ASCII, by the checksum of all tokens before."""
+    """Return random logits of the printable ASCII characters, seeded with a checksum of all previous tokens."""
     logits = np.full(VOCABULARY, -np.inf, np.float32)
     random = np.random.default_rng(zlib.crc32(np.array(tokens, np.int32).tobytes()))
     logits[32:127] = random.standard_normal(95)
@@ -92,7 +92,7 @@ def random_logits(tokens):
 
 
 def says(text):
-    """A `next_token` that writes the bytes of `text` behind any prompt of one token, then 0."""
+    """Return a `next_token` that generates the bytes of `text`, then 0, after any prompt of one token."""
     wanted = [*text.encode(), 0]
 
     def next_token(tokens):

@@ -53,7 +53,7 @@ class Cached(Core):
         self.both(lambda side, i: side.cache.discard(blocks))
 
     def hold(self):
-        """Holds what is cached of a prompt until its blocks are freed."""
+        """Hold the cached blocks of a prompt until they are freed."""
         self.held += self.found(self.prompt())[0]
 
     def reset(self):

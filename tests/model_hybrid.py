@@ -90,7 +90,7 @@ class Hybrids(Core):
         return True
 
     def resume_hybrid(self):
-        """A request of a hybrid model begins with the pages and the state that were kept of its prompt."""
+        """A request of a hybrid model starts with the cached pages and state of its prompt."""
         if len(self.hybrids) >= self.MOST_HYBRIDS:
             return
         prompt = [*self.prompt(), 1]
@@ -183,7 +183,7 @@ class Hybrids(Core):
             self.retire("hybrid", hybrid.pair)
 
     def publish_hybrid(self):
-        """A request has ended: its blocks, and its state, are there for the next that begins with its tokens."""
+        """A request ends: its blocks and its state are cached for later requests with the same prefix."""
         hybrid = self.pick(self.hybrids)
         if hybrid and MODELS[hybrid.model][0] == 0:
             self.cache_tokens(hybrid.tokens, hybrid.pair[1].kv[0].blocks)

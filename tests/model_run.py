@@ -1,11 +1,11 @@
-"""A long random program on the compiled memory and on reference: every answer, and again and again all state, compared.
+"""Run a long random program on the compiled memory and on the reference. Compare all results and, regularly, all state.
 
 python tests/model_run.py --ops 10000000 --seed 1. The seed is printed first; the same seed runs the same program. At
-the end a table says how often each operation was drawn, and how it went.
+the end a table shows how often each operation was drawn, done and refused.
 
 One step is one operation on both sides: on allocators that grow and shrink, sequences, hybrid sequences, the prefix
 cache, recurrent states and their checkpoints, or closed objects. Keys in the pages encode the token, and states the
-tokens that they have seen. So the expected contents of a sequence after forks, copies, cuts, hits in the cache and
+tokens that they have seen. So the expected contents of a sequence after forks, copies, truncations, cache hits and
 rollbacks are known without any implementation.
 """
 
@@ -28,7 +28,7 @@ STEPS_PER_WORLD = 4000
 STEPS_PER_COMPARISON = 100
 
 
-# How often each is drawn.
+# Relative frequency of each operation.
 OPERATIONS = {
     **model_blocks.OPERATIONS,
     **model_cache.OPERATIONS,
@@ -38,10 +38,10 @@ NAMES = [name for name, often in OPERATIONS.items() for _ in range(round(10 * of
 
 
 class World(model_blocks.Blocks, model_cache.Cached, model_hybrid.Hybrids):
-    """Everything together. `step` does one operation."""
+    """All operations of the random program. `step` does one operation."""
 
     def step(self, counted):
-        """Does one; counts it as drawn, and done or refused with an error."""
+        """Do one operation; count it as drawn, and as done or refused with an error."""
         name = self.doing = self.one_of(NAMES)
         count = counted[name]
         count[0] += 1
@@ -54,10 +54,10 @@ class World(model_blocks.Blocks, model_cache.Cached, model_hybrid.Hybrids):
 
 
 def run(seed, ops, report=None, failing=None):
-    """Runs `ops` operations; raises `Divergence` that says where. Calls `report(done)` now and then.
+    """Run `ops` operations and call `report(done)` regularly. Raises `Divergence` with the failing operation.
 
-    Returns, by operation, how often it was drawn, done, and refused with an error; of the rest nothing was there to do
-    it to.
+    Returns for each operation how often it was drawn, done, and refused with an error. A drawn operation without an
+    object to apply it to counts as neither done nor refused.
     """
     counted = defaultdict(lambda: [0, 0, 0])
     done = 0
@@ -80,9 +80,9 @@ def run(seed, ops, report=None, failing=None):
 
 
 class Failing:
-    """Lets allocations of the compiled memory fail, now and then, through the preloaded tests/memory/failing_malloc.c.
+    """Let some allocations of the compiled memory fail, through the preloaded tests/memory/failing_malloc.c.
 
-    Only what the extension modules themselves ask the system for: the program that drives them goes on.
+    Only allocations by the extension modules fail, not those by the test program.
     """
 
     def __init__(self):
@@ -95,7 +95,7 @@ class Failing:
         ctypes.c_long.in_dll(shim, "failing_num_ranges").value = len(borders) // 2
 
     def attempt(self, world, call):
-        """The result of a call; one time in four an allocation fails, which changes nothing, and it is called again."""
+        """Return the result of a call. In one of four cases an allocation fails, which changes nothing; then retry."""
         if world.below(4):
             return call()
         before = world.picture()
@@ -113,7 +113,7 @@ class Failing:
 
 
 def table(counted):
-    """The lines of the table."""
+    """Return the lines of the table."""
     yield f"{'operation':16}{'drawn':>10}{'done':>10}{'raised':>10}"
     for name in OPERATIONS:
         yield f"{name:16}" + "".join(f"{number:10}" for number in counted[name])

@@ -11,7 +11,7 @@ from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoi
 
 STATES = StateLayout(layers=[{"h": ((2,), "float32")}])
 SLOTS = 12
-KEYS = np.repeat(np.arange(2, dtype=np.float32), 8).reshape(-1, 1, 8)  # keys and values encode the token
+KEYS = np.repeat(np.arange(2, dtype=np.float32), 8).reshape(-1, 1, 8)  # keys and values encode the token id
 # Groups of layers: number of the allocator, window. MODELS lists the groups of each model.
 GROUPS = ((0, None), (1, 3), (0, 5), (1, 0))
 MODELS = ((0,), (0, 1), (1,), (0, 2), (0, 1, 2), (3, 1))
@@ -22,7 +22,7 @@ class Divergence(AssertionError):
 
 
 class Sequence:
-    """A sequence on both sides, and the tokens that it holds."""
+    """A sequence on both sides, and its tokens."""
 
     def __init__(self, pair):
         self.pair = pair
@@ -68,7 +68,7 @@ class Core:
         self.pools = [(self.pages, small)[place] for place, _ in GROUPS]
         self.sequences = []
         self.hybrids = []
-        self.slots = []  # of recurrent states, taken by hand
+        self.slots = []  # slots of recurrent states, allocated directly
         self.held = []  # references of our own
         self.stale = []  # what was closed, released or given up
         self.calls = self.errors = 0
@@ -88,7 +88,7 @@ class Core:
         return self.rng.sample(things, self.below(len(things) + 1))
 
     def both(self, call):
-        """`call(side, index)` on both: the same result, or errors of the same type, which is then the result."""
+        """Do `call(side, index)` on both sides and return their equal result, or the common type of their errors."""
         self.calls += 1
         results = []
         for index, side in enumerate(self.sides):
@@ -107,7 +107,7 @@ class Core:
         return ours
 
     def make(self, call):
-        """The results of `call(side, index)` on both sides as a pair, or None if it raises."""
+        """Return the results of `call(side, index)` on both sides as a pair, or None if both raise."""
         pair = [None, None]
 
         def keep(side, i):
@@ -122,7 +122,7 @@ class Core:
         return 1 + self.below(2 * self.block_size + 1)
 
     def prompt(self):
-        """Tokens of a request; every second one has the prefix of an existing sequence."""
+        """Return the tokens of a request. Every second request has the prefix of an existing sequence."""
         known = self.one_of(self.sequences + self.hybrids).tokens if self.sequences or self.hybrids else []
         begin = known[: self.below(len(known) + 1)] if self.below(2) else []
         return begin[: 4 * self.block_size] + [self.below(2) for _ in range(self.below(2 * self.block_size + 2))]
@@ -133,7 +133,7 @@ class Core:
             pool.append(0, np.array(slots, np.int64), k, k)
 
     def retire(self, kind, pair):
-        """Stores an object that must refuse every use, to test that later."""
+        """Store a closed object: later calls check that it refuses every use."""
         if len(self.stale) >= 8:
             self.stale.pop(self.below(8))
         self.stale.append((kind, pair))
@@ -194,10 +194,10 @@ class Core:
         start = state.first_block * state.block_size
         keys = pool.gather(0, np.array(state.blocks, np.int32), state.len - start)[0][:, 0, 0].tolist()
         if state.len != len(tokens) or keys != tokens[start:]:
-            raise Divergence(f"the pages hold {keys}, written were {tokens[start:]}")
+            raise Divergence(f"the pages hold {keys}, expected {tokens[start:]}")
 
     def finish(self):
-        """Ends everything: nothing is left."""
+        """Free everything and check that no block or slot is in use."""
         self.compare()
         for thing in self.sequences + self.hybrids:
             self.both(lambda side, i, thing=thing: thing.pair[i].close())
@@ -207,10 +207,10 @@ class Core:
         self.both(lambda side, i: side.cache.reset_prefix_cache())
         left = self.both(lambda side, i: [one.in_use for one in side.allocators] + [side.states.used_count])
         if any(left):
-            raise Divergence(f"blocks and slots are left: {left}")
+            raise Divergence(f"blocks and slots are still in use: {left}")
 
 
 def counts(allocator, most):
-    """The references of all blocks, as many as there may ever be."""
+    """Return the reference counts of all blocks up to the maximum capacity."""
     found = [allocator.ref_count(block) for block in range(allocator.capacity)]
     return found + [0] * (most - len(found))

@@ -4,14 +4,14 @@ import re
 
 
 def _has(message, word):
-    """Whether the message has this word whole: neither 3 in 30, -3 or 0.3, nor `block` in `block_size`."""
+    """Return true if the message contains the whole word: not 3 in 30, -3 or 0.3, and not `block` in `block_size`."""
     return re.search(rf"(?<![\w\-])(?<!\d\.){re.escape(str(word))}(?!\.?\w)", message) is not None
 
 
 class refuses:
-    """Check that the body raises exactly `error`, whose message has each word whole.
+    """Check that the body raises exactly `error` with a message that contains each of the words.
 
-    `unchanged()` describes what the call could have changed: it must return the same afterwards.
+    `unchanged()` describes the state that the call could change: it must return the same afterwards.
     """
 
     def __init__(self, error, *words, unchanged=lambda: None):

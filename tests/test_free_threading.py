@@ -1,6 +1,6 @@
-"""Threads that share one object: prefix cache, allocator, pool, states, scheduler. Each stays whole.
+"""Threads that share one object: prefix cache, allocator, pool, states, scheduler. Each object stays consistent.
 
-These run with a GIL, too. Without one, the threads are inside of the same object at the same time.
+The tests also run with a GIL. Without it, several threads are inside a method of the same object at the same time.
 """
 
 import random
@@ -37,7 +37,7 @@ LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=8, block_size=BLOCK, dt
 
 @pytest.fixture(autouse=True)
 def switching():
-    """With a GIL: threads switch wherever they may."""
+    """With a GIL, let threads switch as often as possible."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -45,7 +45,7 @@ def switching():
 
 
 def run_together(work, threads=THREADS):
-    """Runs `work(number)` in several threads that begin at once; raises what one of them raises."""
+    """Run `work(number)` in several threads that start together; raise the first exception of a thread."""
     start, failures = threading.Barrier(threads), []
 
     def begin(number):
@@ -65,7 +65,7 @@ def run_together(work, threads=THREADS):
 
 
 def keys_of(prompt, layer):
-    """What the page of each token holds: a hash of all tokens up to it, so that a wrong block cannot look right."""
+    """Return the key of each token: a hash of all tokens up to it, so that a wrong block is always detected."""
     values, state = [], layer + 1
     for token in prompt:
         state = (state * 1103515245 + token + 12345) % 1_000_003
@@ -89,11 +89,11 @@ def test_every_page_that_a_thread_reads_is_what_its_tokens_say(policy):
     hits, refused = [0] * THREADS, [0] * THREADS
 
     def serve(rng, number):
-        """One request: match, append what is missing, publish, read everything back."""
+        """Do one request: match, append the missing tokens, publish, read all tokens back."""
         prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 40))]
         state = PagedSeqState(allocator, BLOCK, label=number)
         blocks, matched = cache.match_tokens(prompt)
-        state.adopt(blocks, matched)  # the last block may be matched in part: the first append copies it
+        state.adopt(blocks, matched)  # the last block may match partially: then the first append copies it
         allocator.free(blocks)
         hits[number] += matched // BLOCK
         check_pages(pool, state.blocks, prompt[:matched])
@@ -109,7 +109,7 @@ def test_every_page_that_a_thread_reads_is_what_its_tokens_say(policy):
             pool.append(layer, slots, new, -new)
         cache.cache_blocks(prompt, state.blocks)
         check_pages(pool, state.blocks, prompt)
-        if rng.randrange(3) == 0:  # a branch writes into a page that it shares: copied first
+        if rng.randrange(3) == 0:  # a fork writes into a shared page, which is copied first
             branch, more = state.fork(), [rng.randrange(2) for _ in range(3)]
             try:
                 slots = branch.append(3)
@@ -146,7 +146,7 @@ def test_every_page_that_a_thread_reads_is_what_its_tokens_say(policy):
 
 
 def test_blocks_of_one_allocator_are_never_two_threads_own():
-    """Each thread writes its number beside the blocks that it has, while all calls of the allocator come and go."""
+    """Each thread records its number for the blocks that it holds, while other threads call the allocator."""
     allocator = BlockAllocator(8, max_blocks=120)
     owner = np.full(120, -1)
 
@@ -193,7 +193,7 @@ def test_blocks_of_one_allocator_are_never_two_threads_own():
 
 
 class Holds:
-    """An owner of one block, in whose finalizer other threads run."""
+    """An owner of one block. Its finalizer lets other threads run."""
 
     kind, label = "other", None
 
@@ -220,7 +220,7 @@ def test_no_owner_is_lost_while_others_are_added_and_go():
             del gone
 
     run_together(work)
-    allocator.check(others=0)  # every reference has an owner that is listed
+    allocator.check(others=0)  # every reference has a listed owner
     assert len(allocator.owners()) == 40 * THREADS
 
 
@@ -248,7 +248,7 @@ def test_owners_may_be_asked_for_while_matches_are_held():
 
 @pytest.mark.parametrize("policy", ["gittins", "lru"])
 def test_all_calls_of_one_cache_come_at_once_and_events_tell_all_of_it(policy):
-    """The events, applied in order, give what the cache has at the end; groups keep what they have reserved."""
+    """Applying the events in order gives the final content of the cache. Groups keep their reserved blocks."""
     allocator = BlockAllocator(BLOCKS)
     cache = PrefixCache(allocator, BLOCK, policy, max_events=100_000)
     known = {}
@@ -313,7 +313,7 @@ def test_all_calls_of_one_cache_come_at_once_and_events_tell_all_of_it(policy):
 
 
 def test_a_pool_is_closed_while_others_use_it():
-    """Each call has done its work or raises, as after `close`; no memory is read that is gone."""
+    """Each call succeeds or raises as after `close`. No freed memory is read."""
     k = np.ones((4, 1, 8), np.float32)
     for _ in range(60):
         pool = KvCachePool.from_layout(LAYOUT, 8)
@@ -414,7 +414,7 @@ def test_a_label_is_set_while_others_read_it():
 
 
 def test_ids_that_another_thread_changes_meanwhile_break_nothing():
-    """A call reads them once: what it has taken of them is what it gives back when it refuses them."""
+    """A call reads the ids once: on failure it drops exactly the references that it added."""
     allocator = BlockAllocator(4)
     allocator.allocate_n(2)
     ids = np.array([0] * 3000 + [-1], np.int32)
@@ -452,7 +452,7 @@ def test_lists_of_sequences_that_another_thread_changes_meanwhile_break_nothing(
             tables, (batch, counts) = BlockTables(50, 4000), batches[number - 1]
             for _ in range(ROUNDS * 3):
                 for call in (append_batch, tables.fill):
-                    with suppress(ValueError):  # lists of two lengths, or a sequence without tokens yet
+                    with suppress(ValueError):  # lists of different lengths, or a sequence without tokens
                         call(batch, counts)
                 release_batch(batch)
         done.append(number)
@@ -462,7 +462,7 @@ def test_lists_of_sequences_that_another_thread_changes_meanwhile_break_nothing(
 
 
 def test_threads_that_share_a_scheduler_are_refused_in_the_middle_of_a_call_and_corrupt_nothing():
-    """Whoever is refused tries again: at the end every request has all its tokens, and every block is free."""
+    """A refused thread retries. At the end every request has all its tokens, and every block is free."""
     allocator = BlockAllocator(48)
     cache = PrefixCache(allocator, BLOCK)
     scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, max_batch_sequences=6), allocator, cache)
@@ -477,7 +477,7 @@ def test_threads_that_share_a_scheduler_are_refused_in_the_middle_of_a_call_and_
                 refused[number] += 1
 
     def step(number):
-        # Another thread may have a batch out, or may commit this one.
+        # Another thread may have scheduled a batch, or may commit this one.
         batch = scheduler.outstanding
         if batch is None:
             try:

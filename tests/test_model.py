@@ -35,7 +35,7 @@ def test_the_program_does_every_operation_and_has_every_one_that_can_fail_refuse
     ],
 )
 def test_a_fault_is_found(monkeypatch, name, method):
-    """The program can fail: on one side, one call in a hundred does nothing."""
+    """The random program detects an error: on one side, one call in a hundred does nothing."""
     owner = getattr(reference, name)
     right, calls = getattr(owner, method), []
 

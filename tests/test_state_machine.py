@@ -1,8 +1,8 @@
 """Allocator, sequences, tables and pages, compiled against reference, after every step of random programs.
 
-Every token that is appended gets a stamp; its K and V in every layer of two attached pools follow from the stamp. What
-a sequence must hold is then a list of stamps, whatever was forked, shared, copied, truncated or taken back on the way.
-HYPOTHESIS_PROFILE=long runs many more and longer programs.
+Every appended token gets a stamp, which determines its K and V in every layer of two attached pools. The expected
+content of a sequence is then a list of stamps, after any forks, shares, copies, truncations and rollbacks.
+HYPOTHESIS_PROFILE=long runs more and longer programs.
 """
 
 import os
@@ -38,18 +38,18 @@ THEIRS = reference
 
 MAX_SEQS = 6
 STAMPS = 8192
-# Integers of at most 8 bits: exact in every dtype.
+# Integers of at most 8 bits are exact in every dtype.
 PATTERN = np.random.default_rng(0).integers(-128, 128, (STAMPS, 2, 2, 2, 8)).astype(np.float32)
 
 
 def kv_of(stamps, layer, layout):
-    """K and V, (n, num_kv_heads, head_dim) each, of tokens with these stamps."""
+    """Return K and V, (n, num_kv_heads, head_dim) each, of tokens with these stamps."""
     rows = PATTERN[np.asarray(stamps, dtype=int) % STAMPS, layer, :, : layout.num_kv_heads]
     return np.ascontiguousarray(rows[:, 0]), np.ascontiguousarray(rows[:, 1])
 
 
 class Memory(RuleBasedStateMachine):
-    """Runs each step on both implementations; an outcome is a result or the type of an error."""
+    """Run each step on both implementations. An outcome is a result or the type of an error."""
 
     @initialize(
         data=st.data(), block_size=st.sampled_from([3, 16, 32, 1]), num_blocks=st.sampled_from([12, 24, 6, 40, 1, 0])
@@ -66,14 +66,14 @@ class Memory(RuleBasedStateMachine):
             pools = [api.KvCachePool.from_layout(layout, num_blocks, allocator) for layout in layouts]
             tables = api.BlockTables(MAX_SEQS, num_blocks)
             self.sides.append(SimpleNamespace(api=api, allocator=allocator, pools=pools, tables=tables, states=[]))
-        self.stamps = []  # per sequence, of each of its tokens
-        self.held = []  # blocks held by nobody's table: raw allocations and extra references
+        self.stamps = []  # for each sequence, the stamps of its tokens
+        self.held = []  # references outside of tables: raw allocations and shares
         self.next_stamp = 0
         for _ in range(3):
             self.create(data, None)
 
     def both(self, call):
-        """`call(side)` on both sides: the same result, or errors of the same type (then None)."""
+        """Do `call(side)` on both sides and return their equal result, or None if both raise the same type."""
         outcomes = []
         for side in self.sides:
             try:
@@ -86,7 +86,7 @@ class Memory(RuleBasedStateMachine):
         return None if error else expected
 
     def write(self, index, slots):
-        """Appends K and V of new stamps at the slots of sequence `index`."""
+        """Append K and V of new stamps at the slots of sequence `index`."""
         fresh = range(self.next_stamp, self.next_stamp + len(slots))
         self.next_stamp += len(slots)
         self.stamps[index] += fresh
@@ -129,7 +129,7 @@ class Memory(RuleBasedStateMachine):
     @precondition(lambda self: self.stamps and len(self.stamps) < MAX_SEQS)
     @rule(data=st.data(), mistake=st.integers(0, 9))
     def adopt(self, data, mistake):
-        """A new sequence begins with some of another's tokens; one time in ten the number of tokens is wrong."""
+        """A new sequence adopts tokens of another sequence; in one of ten cases with a wrong number of tokens."""
         index = self.some(data)
         if self.sides[0].states[index].first_block:
             return
@@ -197,7 +197,7 @@ class Memory(RuleBasedStateMachine):
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
     def drop_before(self, data):
-        """The window moves on: what it left is given back, -1 stands for it."""
+        """The window moves on: blocks before it are freed, and the table has -1 for them."""
         index = self.some(data)
         position = data.draw(st.integers(0, len(self.stamps[index]) + 1), label="position")
         self.both(lambda side: side.states[index].drop_before(position))
@@ -205,7 +205,7 @@ class Memory(RuleBasedStateMachine):
     @precondition(lambda self: self.stamps)
     @rule(data=st.data())
     def forget(self, data):
-        """A sequence that nothing refers to gives its blocks back."""
+        """An unreferenced sequence frees its blocks."""
         index = self.some(data)
         for side in self.sides:
             del side.states[index]
@@ -233,7 +233,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def free(self, data):
-        """Only references of our own, in any order and number; those of the tables belong to the sequences."""
+        """Free references of the test itself in random order and number, not the references of tables."""
         blocks = data.draw(st.permutations(self.held), label="held")
         blocks = blocks[: data.draw(st.integers(0, len(blocks)), label="number")]
         self.both(lambda side: side.allocator.free(blocks))
@@ -241,7 +241,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def free_too_much(self, data):
-        """A list that holds one id more often than it has references, or one that is out of range."""
+        """Free a list that contains an id more often than it has references, or an id out of range."""
         block = data.draw(st.integers(-2, self.num_blocks + 1), label="block")
         in_range = 0 <= block < self.num_blocks
         times = self.sides[1].allocator.ref_count(block) + 1 if in_range else 1
@@ -260,7 +260,7 @@ class Memory(RuleBasedStateMachine):
             side.allocator.check(others=len(self.held))
         for name in ("capacity", "free_count", "in_use"):
             assert getattr(ours.allocator, name) == getattr(theirs.allocator, name)
-        # For a moment append_batch may hold a block for each of several sharers, though the last one needs none.
+        # append_batch may briefly hold a block for each sharer, although the last sharer needs none.
         assert 0 <= ours.allocator.peak_in_use - theirs.allocator.peak_in_use <= MAX_SEQS
         for state, expected, stamps in zip(ours.states, theirs.states, self.stamps, strict=True):
             assert list(state.blocks) == expected.blocks
@@ -292,7 +292,7 @@ class Memory(RuleBasedStateMachine):
                 for layer in range(layout.num_layers):
                     got = ours.pools[number].gather(layer, blocks, len(stamps))
                     np.testing.assert_array_equal(np.array(got), np.array(kv_of(stamps, layer, layout)))
-            for block in range(self.num_blocks):  # also what is behind a sequence's end, and free pages
+            for block in range(self.num_blocks):  # also slots after a sequence's end, and free pages
                 expected = theirs.pools[number].page(block)
                 np.testing.assert_array_equal(ours.pools[number].page(block), expected)
 

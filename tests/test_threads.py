@@ -1,4 +1,4 @@
-"""Several Python threads at once: what may be shared as it is stays whole wherever the interpreter switches."""
+"""Concurrent Python threads: thread-safe objects stay consistent wherever the interpreter switches threads."""
 
 import gc
 import random
@@ -23,12 +23,12 @@ from pagepool import (
 
 STATES = StateLayout(layers=[{"h": ((4,), "float32")}])
 THREADS = 5
-ROUNDS = 20  # of each thread at least
+ROUNDS = 20  # minimum rounds of each thread
 PATIENCE = 600  # seconds: longer than any machine should need
 
 
 class Litter:
-    """Garbage that only the collector finds, and that lets other threads run when it does."""
+    """Cyclic garbage with a finalizer that lets other threads run."""
 
     alive = 0  # about as many
 
@@ -43,7 +43,7 @@ class Litter:
 
 @pytest.fixture
 def switching():
-    """Threads switch at any bytecode, and wherever an allocation makes the collector run."""
+    """Let threads switch at any bytecode, and at allocations that start the garbage collector."""
     interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
     gc.set_threshold(20, 2, 2)
@@ -53,10 +53,10 @@ def switching():
 
 
 def together(work, enough=lambda: True, seconds=0.4):
-    """Runs `work(rng, number)` again and again in several threads; raises what one of them raises.
+    """Run `work(rng, number)` repeatedly in several threads; raise the first exception of a thread.
 
-    For `seconds`, then until each has had `ROUNDS` and there is `enough`: on a busy machine the threads may begin when
-    the time is over.
+    Runs for `seconds`, then until each thread has done `ROUNDS` rounds and `enough()` is true: on a busy machine the
+    threads may start late.
     """
     failures, begin = [], time.monotonic()
     rounds, Litter.alive = [0] * THREADS, 0
@@ -71,8 +71,8 @@ def together(work, enough=lambda: True, seconds=0.4):
             start.wait()
             while not failures and not is_enough():
                 if time.monotonic() > begin + PATIENCE:
-                    raise TimeoutError(f"not enough has happened in {PATIENCE} s and {rounds} rounds")
-                if Litter.alive < 100:  # or a collection takes longer than to make the next litter, and never ends
+                    raise TimeoutError(f"enough() is still false after {PATIENCE} s and {rounds} rounds")
+                if Litter.alive < 100:  # more garbage would make collections start faster than they end
                     Litter()
                 work(rng, number)
                 rounds[number] += 1
@@ -90,10 +90,10 @@ def together(work, enough=lambda: True, seconds=0.4):
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_a_prefix_cache_may_be_used_by_several_threads(switching, policy):
-    """Every block that is found holds the tokens that were asked for, whatever others do to the cache meanwhile."""
+    """Every matched block contains the requested tokens, whatever other threads do to the cache meanwhile."""
     allocator = BlockAllocator(40)
     cache = PrefixCache(allocator, 2, policy, max_events=100)
-    written = {}  # what the pages of blocks in use hold, by block
+    written = {}  # tokens in the page of each block in use
 
     def work(rng, number):
         prompt = [rng.randrange(2) for _ in range(rng.randrange(14))]
@@ -130,7 +130,7 @@ def test_a_prefix_cache_may_be_used_by_several_threads(switching, policy):
 
 
 def test_owners_are_listed_while_sequences_come_and_go(switching):
-    """Who asks gets sequences that live, or are just going and then have nothing; the list of them stays whole."""
+    """`owners` returns living sequences, or sequences that are being freed and have no blocks."""
     allocator = BlockAllocator(64)
 
     class Other:
@@ -145,7 +145,7 @@ def test_owners_are_listed_while_sequences_come_and_go(switching):
                 for owner in owners:
                     assert owner.kind in ("sequence", "other") and owner.label in (None, 1, 2, 3, 4)
             allocator.leaks()
-            assert allocator.stats()["sequences"] >= 0  # those that `owners` named live until it has answered
+            assert allocator.stats()["sequences"] >= 0
         else:
             state = PagedSeqState(allocator, 4, label=number)
             state.append(rng.randrange(16))
@@ -226,7 +226,7 @@ def test_sequences_of_several_threads_share_allocator_cache_and_states(switching
 
 
 def test_owners_and_leaks_may_be_asked_for_while_another_thread_shrinks(switching):
-    """Blocks that are gone by the time that they are counted belong to nobody; those that stay have their owners."""
+    """Blocks that are freed meanwhile have no owner. Blocks that stay keep their owners."""
     allocator = BlockAllocator(1, max_blocks=64)
     state = PagedSeqState(allocator, 4, label="stays")
     state.append(9)
