@@ -1,4 +1,4 @@
-"""A model for tests: what it stores for a token depends on all before it, so that a page from elsewhere shows."""
+"""A fake model: K and V of a token depend on all tokens before it, so that a page of another sequence is detected."""
 
 from zlib import crc32
 
@@ -10,7 +10,7 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype=
 
 
 def marks(tokens):
-    """One number per token, made of it and all before it."""
+    """Return one number per token, a checksum of it and all tokens before it."""
     mark, found = 0, []
     for token in tokens:
         mark = crc32(b"%d" % token, mark)
@@ -19,7 +19,7 @@ def marks(tokens):
 
 
 class Engine:
-    """Stores what a batch feeds, then checks that everything a sequence can see is what it ought to be."""
+    """Stores K and V of a batch, then checks all K and V that its sequences can attend to."""
 
     def __init__(self, num_blocks):
         self.pool = KvCachePool.from_layout(LAYOUT, num_blocks)
@@ -45,9 +45,9 @@ class Engine:
 
 
 class HybridEngine:
-    """The same for hybrid sequences: layer i stores for group i, and the state is the mark of the last token.
+    """The same for hybrid sequences: layer i belongs to group i, and the state is the mark of the last token.
 
-    A batch is run once: a recurrent state must not pass over a token twice.
+    A batch runs only once: a recurrent state must not process a token twice.
     """
 
     def __init__(self, num_blocks, windows, slots=None):

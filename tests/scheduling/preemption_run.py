@@ -1,10 +1,10 @@
-"""A pool that is always out of blocks, for as many steps as one likes: python tests/scheduling/preemption_run.py
+"""Long run of a scheduler whose pool is always full: python tests/scheduling/preemption_run.py
 
-    --steps N       of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
-    --mode NAME     recompute, partial, cache or tenants; default: all of them, one after the other
+    --steps N       steps of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
+    --mode NAME     recompute, partial, cache or tenants; default: all of them, one after another
 
-Requests come as soon as there is nobody waiting, so that the pool is full at every step. The same pool, fed only while
-less than 80 % of it is in use, is the measure: the tokens of finished requests per virtual second.
+Requests arrive as soon as no request is waiting, so that the pool is full at every step. The baseline is the same pool
+with arrivals only below 80 % usage. The figure is the tokens of finished requests per virtual second.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pagepool.replay.clock import CostModel
 
 BLOCKS, BLOCK = 256, 16
 COST = CostModel()
-# The eviction policy of the prefix cache, if there is one, the actions, and who the tenants are.
+# For each mode: eviction policy of the prefix cache or None, preemption actions, tenants.
 TENANTS = {1: Tenant(max_blocks=180), 2: Tenant(max_blocks=160, weight=2.0)}
 MODES = {
     "recompute": (None, (), {}),
@@ -30,7 +30,7 @@ ACTIONS = ("partial", "recompute")
 
 @dataclass
 class Outcome:
-    """What a run came to; tokens are those of finished requests."""
+    """Result of a run. `tokens` counts the tokens of finished requests."""
 
     steps: int
     tokens: int
@@ -38,7 +38,7 @@ class Outcome:
     finished: int
     preemptions: int
     occupancy: float
-    longest_stay: int  # steps from arrival to the end
+    longest_stay: int  # maximum steps from arrival to end of a request
     actions: dict[str, int]
 
     @property
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def run(steps, seed, mode, share):
-    """`share`: of the pool, below which a request is added; 1.0 keeps requests waiting all the time."""
+    """Do a run. Requests are added while less than `share` of the pool is in use; 1.0 always keeps requests waiting."""
     policy, actions, tenants = MODES[mode]
     rng = random.Random(seed)
     allocator = BlockAllocator(BLOCKS)
@@ -66,11 +66,11 @@ def run(steps, seed, mode, share):
     came, tokens, time_us, finished, full, longest, idle = {}, 0, 0, 0, 0, 0, 0
     for step in range(steps):
         while (
-            scheduler.waiting_count < (64 if tenants else 8)  # those at their quota fill the line
+            scheduler.waiting_count < (64 if tenants else 8)  # requests of tenants at their quota fill the queue
             if share >= 1.0
             else not scheduler.waiting_count and BLOCKS - scheduler.stats()["available"] < share * BLOCKS
         ):
-            # Long answers to short prompts: they all grow after they were admitted.
+            # Long outputs of short prompts: all sequences grow after admission.
             prompt, output = rng.randint(8, 160), rng.randint(8, 400)
             head = [rng.randrange(4)] * min(prompt, 64)
             row = head + [rng.randrange(1000) for _ in range(prompt - len(head))]

@@ -1,4 +1,4 @@
-"""Budgets and fairness: they hold in every step, whatever the mix. The argument is in pagepool/scheduling/active.py."""
+"""Budgets and fairness hold in every step, for any mix of requests. pagepool/scheduling/active.py has the proof."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +18,7 @@ def check_budgets(config, scheduler, batch):
 
 
 def test_the_seed_case():
-    """32 prompts of 300 tokens: the code this is modelled on made batches of 2,048 tokens against a budget of 512, and
-    24 of the 32 never decoded."""
+    """32 prompts of 300 tokens. Pagepool's predecessor exceeded a budget of 512 tokens here, and 24 never decoded."""
     config = SchedulerConfig()
     scheduler = Scheduler(config)
     for _ in range(32):
@@ -50,8 +49,11 @@ requests = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(configs, requests, st.randoms(use_true_random=False))
 def test_budgets_and_turns(config, arrivals, random):
-    """Every step keeps every budget; nobody active waits more than 2 * ceil(active / places) steps; while a prompt
-    waits, one moves in every step (in every second one with a single place), and no token of the budget is idle."""
+    """Budgets and waiting times hold in every step.
+
+    No active sequence waits more than 2 * ceil(active / places) steps. While prompts wait, one advances in every step
+    (with a single place in every second step), and the token budget is used completely.
+    """
     scheduler = Scheduler(config)
     places = min(config.max_batch_sequences, config.max_batch_tokens)
     arrivals = sorted(arrivals)

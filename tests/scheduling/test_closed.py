@@ -1,5 +1,7 @@
-"""A scheduler that an exception inside a call closes, wherever it came: the cause is named and no block is lost. And
-one that is called in the middle of a call, by another thread or a handler."""
+"""An exception at any place inside a call closes the scheduler: later calls name the cause, and no block is lost.
+
+Calls from another thread or from a handler in the middle of a call are refused.
+"""
 
 import gc
 import random
@@ -21,7 +23,7 @@ BLOCK = 4
 
 
 class Failing:
-    """Makes the n-th call of a function of the scheduler's modules raise `error`."""
+    """Make the n-th function call in the scheduler's modules raise `error`."""
 
     def __init__(self, n, error):
         self.left, self.error = n, error
@@ -36,7 +38,7 @@ class Failing:
 
     def trace(self, frame, event, argument):
         code = frame.f_code
-        # The guard is what notices the exception; of a generator that is dropped it would be lost.
+        # Not in the guard, which detects the exception. Not in generators, where the exception could be lost.
         is_ours = code.co_filename.startswith(OURS) and not code.co_filename.endswith("guard.py")
         if event == "call" and is_ours and not code.co_name.startswith("<"):
             self.left -= 1
@@ -45,7 +47,7 @@ class Failing:
 
 
 class World:
-    """A pool that is too small for its requests, after some steps."""
+    """A scheduler with a pool too small for its requests, after some steps."""
 
     def __init__(self, windows, slots, steps, lookahead=0):
         self.engine = Engine(10) if windows is None else HybridEngine(10 * len(windows), windows, slots)
@@ -76,7 +78,7 @@ class World:
         run(self.scheduler.commit, batch, [7] * len(batch))
 
     def act(self, run):
-        """Every method that changes something."""
+        """All methods that change the scheduler."""
         scheduler = self.scheduler
         run(scheduler.submit, [3] * 7, 12)
         run(scheduler.add_request, [3] * 9, 12)
@@ -85,7 +87,7 @@ class World:
         self.engine.run(scheduler, batch)
         decoding = [seq_id for seq_id in batch.seq_ids if scheduler.get_sequence(seq_id).state is SeqState.DECODING]
         if decoding and len(batch) < 5:
-            with suppress(ValueError):  # no slot is free
+            with suppress(ValueError):  # all slots are in use
                 run(scheduler.append_token, run(scheduler.fork, decoding[0])[0], 5)
         run(scheduler.give_up, batch)
         for _ in range(2):
@@ -136,7 +138,7 @@ def test_an_exception_in_any_function_closes_the_scheduler_and_close_frees_every
             if is_closed:
                 world.must_be_closed(error)
                 closed += 1
-            else:  # it came while arguments were checked
+            else:  # the exception came during the check of arguments
                 world.scheduler.check()
             world.close()
             with pytest.raises(RuntimeError, match="closed"):
@@ -161,7 +163,7 @@ def test_close_ends_what_is_left():
 
 @pytest.mark.parametrize("method", ["remove_sequence", "schedule", "check"])
 def test_a_call_in_the_middle_of_a_call_is_refused(method):
-    """By a finalizer or a handler of signals; here, by its prefix cache. The call that was under way has raised."""
+    """A finalizer or signal handler can make such a call; here the prefix cache does. The outer call raises."""
 
     class Calling:
         def __init__(self, cache):
@@ -190,7 +192,7 @@ def test_a_call_in_the_middle_of_a_call_is_refused(method):
 
 
 def test_a_call_of_another_thread_in_the_middle_of_a_call_is_refused():
-    """`close` too. The call that is under way goes on."""
+    """Also `close` is refused. The call in progress continues."""
 
     class Waiting:
         def __getattr__(self, name):
@@ -222,7 +224,7 @@ def test_a_call_of_another_thread_in_the_middle_of_a_call_is_refused():
     stepper.join()
     assert [batch.seq_ids for batch in batches] == [[1]] and scheduler.total_count == 1
     scheduler.check()
-    scheduler.commit(batches[0], [7])  # a batch may be handed over to another thread between calls
+    scheduler.commit(batches[0], [7])  # another thread may commit a batch between calls
 
 
 @pytest.mark.parametrize("name", ["finish_sequence", "remove_sequence"])
@@ -235,7 +237,7 @@ def test_what_cannot_be_an_id_is_refused_before_anything_changes(name):
 
 
 def test_two_threads_never_commit_the_same_batch_twice():
-    """What is checked is checked inside of the call: the other thread may be anywhere in its own."""
+    """The checks run inside the guarded call, so another thread cannot commit between check and commit."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -282,10 +284,10 @@ def test_a_front_end_on_a_thread_of_its_own_is_refused_and_corrupts_nothing():
     try:
         thread.start()
         finished, begin = [], time.monotonic()
-        while time.monotonic() < begin + 1.5 or not (added and refused):  # however slow the machine
+        while time.monotonic() < begin + 1.5 or not (added and refused):  # on a slow machine longer
             if time.monotonic() > begin + 120:
                 pytest.fail(f"{len(added)} requests were added and {len(refused)} refused in 120 s")
-            with suppress(RuntimeError):  # the front end is inside
+            with suppress(RuntimeError):  # another thread is inside a call
                 batch = scheduler.outstanding or scheduler.schedule()
                 scheduler.commit(batch, [7] * len(batch))
                 finished += scheduler.drain_finished()
@@ -304,7 +306,7 @@ def test_a_front_end_on_a_thread_of_its_own_is_refused_and_corrupts_nothing():
 
 
 def test_control_c_at_any_time_costs_no_block():
-    """A timer raises KeyboardInterrupt, wherever the scheduler is; a new one goes on over the same pool."""
+    """A timer raises KeyboardInterrupt anywhere in the scheduler. A new scheduler continues with the same pool."""
 
     def interrupt(number, frame):
         raise KeyboardInterrupt
@@ -314,7 +316,7 @@ def test_control_c_at_any_time_costs_no_block():
     cache = PrefixCache(allocator, BLOCK)
     config = SchedulerConfig(block_size=BLOCK, max_batch_sequences=20, preemption_actions=("partial",), watermark=0)
     closed, before, rng = 0, signal.signal(signal.SIGALRM, interrupt), random.Random(5)
-    gc.disable()  # what others do in a collection may swallow the exception
+    gc.disable()  # a finalizer during a collection could swallow the exception
     try:
         while closed < 30:
             scheduler = Scheduler(config, engine.pool, cache)

@@ -1,4 +1,4 @@
-"""Why and when a request ends: at its limits, at a stop token, by a call; and what it is called."""
+"""End of requests: at limits, at a stop token or by a call, with the matching finish reason."""
 
 import pytest
 from hypothesis import given, settings
@@ -83,7 +83,7 @@ def test_drafts_behind_a_stop_token_are_dropped():
     scheduler.commit(batch, [[3, 5, 6, 8]])
     scheduler.check()
     assert ended(scheduler) == [(1, "stop", [2, 3, 5])]
-    assert cache.cached_tokens([1, 2, 3, 5, 9]) == 2  # the token that ended it was not fed for certain
+    assert cache.cached_tokens([1, 2, 3, 5, 9]) == 2  # the stop token itself was perhaps not fed
     cache.reset_prefix_cache()
     assert allocator.in_use == 0
 

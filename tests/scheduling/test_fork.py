@@ -1,4 +1,4 @@
-"""`Scheduler.fork`: samples and beams share their blocks until they part, and each is a sequence of its own."""
+"""`Scheduler.fork`: samples and beams are separate sequences that share blocks until they diverge."""
 
 import random
 
@@ -33,14 +33,14 @@ def begin(scheduler, prompt=10, limit=30, **names):
 
 
 def test_a_fork_takes_the_quota_that_a_waiting_request_had_room_in():
-    """The request was next and did not fit into the pool; meanwhile its tenant's quota has been filled by a fork."""
+    """A request is next but does not fit into the pool. Meanwhile a fork uses up its tenant's quota."""
     scheduler, _ = make(6, watermark=0, tenants={"a": Tenant(max_blocks=4)})
     first = scheduler.add_request(range(5), 8, tenant="a")  # 2 of the quota's 4 blocks
     other = scheduler.add_request(range(12), 16)
     step(scheduler, -1)
     waits = scheduler.add_request(range(7), 8, tenant="a")
     step(scheduler, -1)
-    assert scheduler.get_sequence(waits).state is SeqState.WAITING  # 2 blocks are wanted, 1 is free
+    assert scheduler.get_sequence(waits).state is SeqState.WAITING  # needs 2 blocks, 1 is free
     scheduler.fork(first)
     scheduler.finish_sequence(other)
     step(scheduler, -1)
@@ -63,7 +63,7 @@ def test_samples_share_the_prompts_blocks_until_they_part(cached):
     scheduler.check()
     batch = step(scheduler)
     assert sorted(batch.tokens) == [[20], [22], [23], [24]] and batch.is_prefill == [False] * 4
-    assert allocator.in_use == 2 + 4  # two full blocks of the prompt, and each its own last one
+    assert allocator.in_use == 2 + 4  # two shared full blocks of the prompt, and one last block each
     while scheduler.has_work:
         step(scheduler)
     assert {tuple(seq.output_tokens) for seq in scheduler.drain_finished()} == {(20 + k, 7, 7) for k in (0, 2, 3, 4)}
@@ -157,7 +157,7 @@ def test_only_one_that_decodes_can_be_forked():
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 2**32))
 def test_keys_and_values_of_forks_are_right_in_a_pool_that_is_too_small(seed):
-    """Preempted in part and recomputed, with a prefix cache and without; each sees its own tokens."""
+    """Partial preemption and recomputation, with and without a prefix cache; each sequence sees its own tokens."""
     rng = random.Random(seed)
     engine = Engine(rng.choice([12, 20, 60]))
     cache = PrefixCache(engine.pool.allocator, BLOCK) if rng.random() < 0.5 else None

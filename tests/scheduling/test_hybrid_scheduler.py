@@ -1,4 +1,4 @@
-"""The scheduler drives hybrid sequences: windows, several groups and recurrent states, in one account."""
+"""The scheduler with hybrid sequences: windows, several groups and recurrent states from one pool of blocks."""
 
 import random
 
@@ -60,8 +60,8 @@ def run(scheduler):
     return total
 
 
-def test_a_window_gives_its_blocks_back_while_the_prompt_is_read():
-    """100,000 tokens under a window of 4,096 need the window and a chunk."""
+def test_a_window_frees_its_blocks_during_prefill():
+    """A prompt of 100,000 tokens with a window of 4,096 needs blocks for the window and one chunk."""
     allocator = BlockAllocator(273)
     scheduler = Scheduler(SchedulerConfig(), allocator, groups=[KvGroup(allocator, 16, window=4096)])
     scheduler.add_request(range(100_000), max_new_tokens=3)
@@ -71,8 +71,8 @@ def test_a_window_gives_its_blocks_back_while_the_prompt_is_read():
     assert scheduler.drain_finished()[0].output_tokens == [7, 7, 7]
 
 
-def test_tokens_that_were_appended_are_fed_a_chunk_at_a_time():
-    """However many at once: a window has room for no more."""
+def test_appended_tokens_are_fed_in_chunks():
+    """A window has blocks for one chunk, so that any number of appended tokens is fed chunk by chunk."""
     allocator = BlockAllocator(5)
     config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
     scheduler = Scheduler(config, allocator, groups=[KvGroup(allocator, BLOCK, window=8)])
@@ -227,7 +227,7 @@ def test_the_second_request_with_a_prompt_goes_on_from_its_end():
             scheduler.add_request(prompt, max_new_tokens=1)
             run(scheduler)
         end = (length - 1) // BLOCK * BLOCK
-        longer = length // BLOCK * BLOCK  # where the second one parts from the first
+        longer = length // BLOCK * BLOCK  # the longer prompt diverges here
         assert [seq.num_cached for seq in scheduler.drain_finished()] == [0, end, longer]
         assert states.used_count == 0
 
@@ -251,8 +251,8 @@ def test_states_are_forgotten_with_the_blocks_of_a_cache_and_with_another_cache(
         return run(scheduler)
 
     assert (ask(64), ask(80)) == (64, 16)
-    cache.reset_prefix_cache()  # other weights, for example
-    assert ask(80) == 80 and kept.stats()["saved"]["end"] == 1  # not refused as one that is there
+    cache.reset_prefix_cache()  # as after new weights
+    assert ask(80) == 80 and kept.stats()["saved"]["end"] == 1  # not skipped as a duplicate
     assert ask(96) == 16
     kept.follow(PrefixCache(cache.allocator, BLOCK))
     assert kept.index.num_states == 0
@@ -280,15 +280,15 @@ def test_a_prompt_that_comes_again_goes_on_in_every_group(windows):
         tables.append([table.first_block for table in kv.kv])
         run(scheduler)
         assert scheduler.drain_finished()[0].num_cached == cached
-    # What a window has left of a prefix is not held.
+    # The sequence holds no blocks of the prefix before its window.
     assert tables[2] == [0 if window is None else (40 - window) // BLOCK for window in windows]
     assert scheduler.add_request([*range(40)], max_new_tokens=1) and run(scheduler) == 40  # other keys
     assert allocator.in_use == cache.num_cached == cache.evictable
     cache.check()
 
 
-def test_what_a_window_has_left_is_cached_until_others_need_room():
-    """A second request finds less, and nothing that is wrong."""
+def test_blocks_before_a_window_stay_cached_until_other_requests_need_blocks():
+    """Later requests find fewer cached tokens, but never wrong ones."""
     allocator = BlockAllocator(24)
     cache = PrefixCache(allocator, BLOCK, "lru")
     config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
@@ -304,7 +304,7 @@ def test_what_a_window_has_left_is_cached_until_others_need_room():
 @settings(max_examples=120, deadline=None)
 @given(st.integers(0, 2**32))
 def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
-    """Preempted, recomputed, forked, stopped and cancelled, with one group or several, and slots for some."""
+    """Preemption, recomputation, forks, stops and cancels, with one or several groups, and with too few slots."""
     rng = random.Random(seed)
     windows = rng.choice([[None], [None], [8], [None, 8], [0, 5, None]])
     slots = rng.choice([None, 2, 5, 20])
@@ -367,8 +367,8 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
 
 
 @pytest.mark.parametrize("windows", [(8,), (None, 8), (None, 8, 8), (4, 12)], ids=str)
-def test_one_request_alone_ends_in_every_pool_that_takes_it_windows_and_a_cache_or_not(windows):
-    """What the cache holds of blocks that a window has left is evicted for the window's own next ones."""
+def test_a_single_request_ends_in_every_pool_that_accepts_it(windows):
+    """Cached blocks before a window are evicted for the window's next blocks."""
     refused = 0
     for num_blocks in range(3, 60):
         for step in (4, 8, 16):

@@ -1,4 +1,4 @@
-"""Slots for drafted tokens: taken with the step, written to by the caller, taken back at commit."""
+"""Slots for drafted tokens: reserved by schedule(), written by the caller, unused ones freed by commit()."""
 
 import pytest
 from hypothesis import given, settings
@@ -30,7 +30,7 @@ def test_a_decode_has_slots_for_its_drafts_and_keeps_those_accepted():
     assert (batch.tokens, batch.num_tokens, batch.lookahead, batch.total_tokens) == ([[50]], [4], [3], 4)
     tables = BlockTables(2, 16).fill(batch)
     assert tables.slot_mapping.tolist() == [5, 6, 7, 8] and tables.seq_lens.tolist() == [9] and allocator.in_use == 3
-    scheduler.commit(batch, [[51, 52, 60]])  # two drafts were right
+    scheduler.commit(batch, [[51, 52, 60]])  # two drafts are accepted
     assert seq.output_tokens == [50, 51, 52, 60] and seq.kv.len == seq.fed == 8 and allocator.in_use == 2
     assert scheduler.num_tokens == 8
     assert scheduler.schedule().tokens == [[60]]
@@ -77,8 +77,8 @@ def test_wrong_results_change_nothing(result, words):
 
 
 @pytest.mark.parametrize("api", [pagepool, reference])
-def test_drafts_are_refused_for_a_sequence_that_has_got_tokens_meanwhile(api):
-    """Their slots are those of the tokens that it got, and it may have no room for all."""
+def test_drafts_are_refused_for_a_sequence_with_newly_appended_tokens(api):
+    """The appended tokens use the slots of the drafts, and the sequence may lack room for both."""
     allocator = api.BlockAllocator(32)
     scheduler = api.Scheduler(SchedulerConfig(block_size=BLOCK, lookahead=3), allocator)
     seq = start(scheduler, limit=10)
@@ -104,7 +104,7 @@ def test_drafts_stop_at_the_limit_and_at_the_budget():
     batch = scheduler.schedule()
     assert batch.total_tokens <= 3 and batch.lookahead == [2]
     scheduler.commit(batch, [[51, 52, 53]])
-    batch = scheduler.schedule()  # 7 of 8 tokens: the last one comes without a draft
+    batch = scheduler.schedule()  # 7 of 8 tokens: no draft for the last one
     assert batch.lookahead == [0]
     scheduler.commit(batch, [54])
     assert seq.at_limit and len(seq.output_tokens) == 5
@@ -113,7 +113,7 @@ def test_drafts_stop_at_the_limit_and_at_the_budget():
 def test_rejected_drafts_are_never_cached():
     scheduler, allocator = make(cache=True)
     seq = start(scheduler, prompt=7, limit=30)
-    scheduler.commit(scheduler.schedule(), [[51, 60]])  # slots up to 10, of which 8 hold
+    scheduler.commit(scheduler.schedule(), [[51, 60]])  # slots up to position 10
     assert seq.kv.len == 9
     scheduler.finish_sequence(seq.id)
     cache = scheduler._prefix.cache

@@ -1,4 +1,4 @@
-"""`submit` and `cancel`: what other threads may call while a step is under way, and when it takes effect."""
+"""`submit` and `cancel`: other threads may call them during a step; they take effect at the next one."""
 
 import gc
 import signal
@@ -61,7 +61,7 @@ def test_what_is_wrong_with_a_request_is_said_where_it_is_submitted(request_, er
 
 
 def test_what_is_cancelled_ends_when_the_next_step_begins_wherever_it_stands():
-    """Taken in, active, waiting, finished and not known at all; its blocks are free then."""
+    """Cancel works on submitted, active, waiting, finished and unknown requests, and frees their blocks."""
     allocator = BlockAllocator(8)
     scheduler = Scheduler(SchedulerConfig(max_sequences=2), allocator)
     for limit in (2, 9, 9, 9):
@@ -93,7 +93,7 @@ def test_a_finalizer_and_a_handler_in_the_middle_of_a_call_may_cancel_and_submit
         pass
 
     class Collecting:
-        """A prefix cache in which a reader is dropped and a signal comes."""
+        """A prefix cache with calls during which a generator is dropped and a signal arrives."""
 
         def __getattr__(self, name):
             if name == "match_held" and readers:
@@ -118,7 +118,7 @@ def test_a_finalizer_and_a_handler_in_the_middle_of_a_call_may_cancel_and_submit
 
 
 def test_front_ends_on_threads_of_their_own_lose_nothing_and_disturb_no_step():
-    """Three threads submit and cancel without a pause; no call raises, and each request comes back once."""
+    """Three threads submit and cancel continuously. No call raises, and each request is drained once."""
     allocator = BlockAllocator(256)
     cache = PrefixCache(allocator, 16)
     scheduler = Scheduler(SchedulerConfig(), allocator, cache)
@@ -139,7 +139,7 @@ def test_front_ends_on_threads_of_their_own_lose_nothing_and_disturb_no_step():
         for thread in threads:
             thread.start()
         begin = time.monotonic()
-        while time.monotonic() < begin + 1.5 or not all(ids):  # however slow the machine
+        while time.monotonic() < begin + 1.5 or not all(ids):  # on a slow machine longer
             if time.monotonic() > begin + 120:
                 pytest.fail(f"{ids} were submitted in 120 s")
             step(scheduler)

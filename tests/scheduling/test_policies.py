@@ -1,4 +1,4 @@
-"""Policies: who goes next, quotas, the bound on waiting, whole-request admission."""
+"""Policies: order of requests, quotas, the bound on waiting, whole-request admission."""
 
 from math import ceil
 
@@ -30,7 +30,7 @@ def order_of_admission(scheduler, limit=1000):
         if not scheduler.has_work:
             return seen
         seen += [seq_id for seq_id in step(scheduler).seq_ids if seq_id not in seen]
-    raise AssertionError(f"no end after {limit} steps")
+    raise AssertionError(f"requests still run after {limit} steps")
 
 
 def test_the_config_names_every_policy():
@@ -58,7 +58,7 @@ def test_longest_match_goes_first_and_equals_by_arrival():
     assert order_of_admission(scheduler) == [4, 3, 2, 5]
 
 
-def test_only_a_window_of_the_line_is_looked_up():
+def test_only_the_first_32_waiting_requests_are_looked_up():
     scheduler = make(policy="lpm", max_sequences=1, cache=True)
     scheduler.add_request(range(12), 14)
     order_of_admission(scheduler)
@@ -66,7 +66,7 @@ def test_only_a_window_of_the_line_is_looked_up():
         scheduler.add_request([100 + number] * 8, 9)
     scheduler.add_request(range(12), 14)
     order = order_of_admission(scheduler)
-    assert order[:9] == list(range(2, 11)) and order.index(42) == 9  # the tenth, when 32 before it have become 31
+    assert order[:9] == list(range(2, 11)) and order.index(42) == 9  # admitted tenth, once it is among the first 32
 
 
 def test_tenants_get_tokens_by_weight_whatever_they_ask_for():
@@ -83,7 +83,7 @@ def test_tenants_get_tokens_by_weight_whatever_they_ask_for():
             seq = scheduler.get_sequence(seq_id)
             served[seq.tenant] += len(tokens) * (1 if is_prefill else 2)
         scheduler.commit(batch, [7] * len(batch))
-        # Weighted counters differ by no more than what the two places can add.
+        # Weighted counters differ by at most the tokens of the two places.
         assert abs(served["a"] - served["b"] / 2) <= 2 * 24 * 2
     assert served["a"] > 300
 
@@ -106,8 +106,8 @@ def test_a_tenant_that_comes_back_gets_no_credit_for_its_absence():
 
 
 @pytest.mark.parametrize("config", [{"tenants": {"a": Tenant(max_blocks=4)}}, {"admission": "whole"}])
-def test_who_waits_for_another_to_end_begins_when_that_one_has_ended(config):
-    """Though the others have taken more blocks meanwhile than that one gives back."""
+def test_a_request_that_waits_for_another_to_end_starts_when_it_ends(config):
+    """This also holds if other requests meanwhile took more blocks than the ended request frees."""
     scheduler = make(92, watermark=0, max_batch_sequences=32, **config)
     for _ in range(8):
         scheduler.add_request([1] * 4, 44)
@@ -117,7 +117,7 @@ def test_who_waits_for_another_to_end_begins_when_that_one_has_ended(config):
     assert scheduler.get_sequence(first) is None and second in step(scheduler).seq_ids
 
 
-def test_quotas_bound_a_tenant_and_stop_nobody_else():
+def test_a_quota_limits_its_tenant_and_no_other():
     scheduler = make(32, tenants={"a": Tenant(max_blocks=4)})
     for _ in range(3):
         scheduler.add_request([1] * 6, 8, tenant="a")  # 2 blocks each
@@ -131,8 +131,10 @@ def test_quotas_bound_a_tenant_and_stop_nobody_else():
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_nobody_waits_longer_than_the_bound(policy):
-    """Against a stream of requests that the policy prefers, one is admitted `max_wait_steps` steps after it came, once
-    those that are active then have ended: they need at most their tokens times 2 * ceil(active / places) steps."""
+    """A request waits at most for `max_wait_steps`, then until active requests end, even if newer ones are preferred.
+
+    Active requests need at most their tokens times 2 * ceil(active / places) steps.
+    """
     wait, limit, places = 30, 12, 2
     config = {"max_wait_steps": wait, "max_sequences": 4, "max_batch_sequences": places}
     scheduler = make(policy=policy, cache=True, **config)

@@ -1,4 +1,4 @@
-"""The scheduler and a pool: admission, blocks per step, preemption, and what others who hold blocks do to it."""
+"""The scheduler and a pool: admission, blocks per step, preemption, and blocks held outside of the scheduler."""
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ def run_to_end(scheduler, limit=20_000):
         batch = scheduler.schedule()
         assert not batch.is_empty
         scheduler.commit(batch, [7] * len(batch))
-    raise AssertionError(f"no end after {limit} steps")
+    raise AssertionError(f"requests still run after {limit} steps")
 
 
 def blocks_held(scheduler):
@@ -107,11 +107,11 @@ def test_a_request_as_large_as_the_pool_runs():
 def test_admission_leaves_the_watermark_while_others_run():
     scheduler, _ = make(10, watermark=0.3)
     scheduler.add_request([1] * 16, 20)
-    scheduler.add_request([1] * 16, 20)  # 4 of the 6 that are free would leave 2
+    scheduler.add_request([1] * 16, 20)  # needs 4 of 6 free blocks, which would leave 2
     scheduler.schedule()
     assert (scheduler.active_count, scheduler.waiting_count) == (1, 1)
     scheduler.finish_sequence(1)
-    scheduler.add_request([1] * 12, 16)  # 3 of 6 leave 3
+    scheduler.add_request([1] * 12, 16)  # needs 3 of 6 free blocks, which leaves 3
     assert scheduler.schedule().seq_ids == [2, 3]
 
 
@@ -120,7 +120,7 @@ def test_admission_counts_what_admitted_prompts_have_yet_to_take():
     scheduler.add_request([1] * 24, 28)
     scheduler.add_request([1] * 20, 24)
     for _ in range(6):
-        assert scheduler.schedule().seq_ids == [1]  # 6 blocks are promised, though it starts with 1
+        assert scheduler.schedule().seq_ids == [1]  # 6 blocks are reserved, although it starts with 1
     assert scheduler.num_preemptions == 0
 
 
@@ -132,7 +132,7 @@ def test_the_newest_of_the_lowest_priority_gives_way_and_is_recomputed():
     assert allocator.free_count == 0
     scheduler.commit(batch, [50, 51, 52])
     batch = scheduler.schedule()
-    scheduler.commit(batch, [60, 61, 62])  # 9 tokens each, 8 of them in pages: the next needs a block each
+    scheduler.commit(batch, [60, 61, 62])  # 9 tokens each, 8 of them stored: each needs a block next
     batch = scheduler.schedule()
     assert batch.seq_ids == [1, 2] and scheduler.num_preemptions == 1
     newest = scheduler.get_sequence(3)
@@ -141,9 +141,9 @@ def test_the_newest_of_the_lowest_priority_gives_way_and_is_recomputed():
     scheduler.add_request([9], 4, priority=1)
     scheduler.finish_sequence(1)
     scheduler.finish_sequence(2)
-    scheduler.commit(batch, [70, 71])  # what has ended takes no token
+    scheduler.commit(batch, [70, 71])  # ended requests take no token
     batch = scheduler.schedule()
-    # In front of the newcomer, with prompt and outputs as one prompt.
+    # The preempted request resumes before the new one, and feeds prompt and outputs as one prompt.
     assert batch.seq_ids == [3, 4] and batch.is_prefill == [True, True]
     assert batch.tokens[0] == [1, 2, 3, 4, 5, 6, 7, 52, 62] and batch.wants_token[0]
     scheduler.commit(batch, [72, 5])
@@ -187,7 +187,7 @@ def test_nothing_is_admitted_without_blocks_for_its_first_chunk():
 
 
 def test_a_forked_sequence_may_be_written_on():
-    """A fork shares the last block; the next step copies it, or preempts for the copy."""
+    """A fork shares the last block. The next step copies it, or preempts to make room for the copy."""
     scheduler, allocator = make(4, watermark=0)
     for _ in range(2):
         scheduler.add_request([1] * 6, 8)
@@ -223,7 +223,7 @@ def test_every_request_ends_however_small_the_pool(num_blocks, requests, waterma
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of calls on a small shared pool; after each, every equation of the scheduler holds."""
+    """Random calls on a small shared pool. All invariants of the scheduler hold after each call."""
 
     @initialize(blocks=st.integers(2, 12), data=st.data())
     def start(self, blocks, data):
@@ -239,7 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.config, self.allocator)
         self.batch = None
         self.has_committed = False
-        self.outside = []  # states that others hold in the pool
+        self.outside = []  # sequences in the pool that the scheduler does not know
         self.ids = []
 
     @rule(prompt=st.integers(1, 10), outputs=st.integers(1, 10), priority=st.sampled_from([None, 0, 1]))
@@ -352,7 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         inner = scheduler._active
         prefills = [seq for seq in active if seq.state is SeqState.PREFILLING]
         assert len(inner) == len(active) and len(inner.prefills) == len(prefills)
-        # Blocks of its own and of others: shared ones count once.
+        # Blocks of the scheduler and of others: shared blocks count once.
         held = {block for state in [*(seq.kv for seq in active), *self.outside] for block in state.blocks}
         assert len(held) == self.allocator.in_use
 

@@ -1,4 +1,4 @@
-"""Preemption: only what is needed, each action with its reason, nothing lost on the way."""
+"""Preemption: only as much as needed, each action with its reason, and no token or block is lost."""
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +32,7 @@ def until_preempted(scheduler, engine, limit=100):
         step(scheduler, engine)
         if scheduler.num_preemptions:
             return scheduler.preemptions[-1]
-    raise AssertionError("nobody gave way")
+    raise AssertionError("no sequence was preempted")
 
 
 def run_to_end(scheduler, engine, limit=5000):
@@ -40,7 +40,7 @@ def run_to_end(scheduler, engine, limit=5000):
         if not scheduler.has_work:
             return scheduler.drain_finished()
         assert not step(scheduler, engine).is_empty
-    raise AssertionError(f"no end after {limit} steps")
+    raise AssertionError(f"requests still run after {limit} steps")
 
 
 def test_partial_preemption_takes_the_last_blocks_and_only_those_are_read_again():
@@ -110,8 +110,10 @@ def test_records_are_bounded_and_totals_are_not(monkeypatch):
 def test_whoever_gives_way_sees_its_own_keys_again(
     num_blocks, requests, actions, cache_policy, policy, lookahead, admission, rng
 ):
-    """Any mix of actions, policies, aborts and foreign holders: the engine checks every key in each
-    step, and the equations hold after it."""
+    """Random actions, policies, aborts and foreign holders of blocks.
+
+    The fake engine checks every key in each step, and the invariants hold after it.
+    """
     scheduler, engine = make(
         num_blocks,
         cache_policy,
@@ -169,7 +171,7 @@ def check(scheduler, allocator, outside):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_pool_that_is_always_full_keeps_nine_tenths_of_its_throughput(mode):
-    """10,000 steps; `make preemption-test` takes 1,000,000. The time is virtual, and so the same in every run."""
+    """10,000 steps; `make preemption-test` runs 1,000,000. The time is virtual and the same in every run."""
     eased, full = (run(5_000, 1, mode, share) for share in (0.8, 1.0))
     assert full.throughput >= 0.9 * eased.throughput
     assert full.preemptions > 100 and full.occupancy > 0.95

@@ -1,4 +1,4 @@
-"""The scheduler with a prefix cache: blocks found at admission, kept at commit, evicted before anybody gives way."""
+"""The scheduler with a prefix cache: blocks are matched at admission, cached at commit, evicted before preemption."""
 
 import numpy as np
 import pytest
@@ -31,14 +31,14 @@ def run_to_end(scheduler, limit=5000):
         if not scheduler.has_work:
             return batches
         batches.append(run_step(scheduler))
-    raise AssertionError(f"no end after {limit} steps")
+    raise AssertionError(f"requests still run after {limit} steps")
 
 
 def test_a_second_request_reads_only_what_is_new():
     scheduler, cache = make()
     scheduler.add_request(range(10), 12)
     run_to_end(scheduler)
-    assert cache.num_cached == 2  # 11 tokens were stored: two blocks are full
+    assert cache.num_cached == 2  # 11 stored tokens fill two blocks
     scheduler.add_request(range(10), 12)
     batch = scheduler.schedule()
     assert batch.tokens == [[8, 9]] and batch.states[0].len == 10 and scheduler.get_sequence(2).num_cached == 8
@@ -55,11 +55,11 @@ def test_at_least_one_token_is_always_computed():
     assert batch.tokens == [[4, 5, 6, 7]] and batch.wants_token == [True]
 
 
-def test_prompt_blocks_are_there_for_others_as_soon_as_they_are_committed():
+def test_prompt_blocks_are_cached_as_soon_as_they_are_committed():
     scheduler, cache = make(max_prefill_tokens=8, max_batch_tokens=64)
     scheduler.add_request(range(20), 30)
     batch = scheduler.schedule()
-    assert cache.num_cached == 0  # not stored yet, for all the scheduler knows
+    assert cache.num_cached == 0  # not committed, so perhaps not stored
     scheduler.commit(batch, [None])
     assert cache.num_cached == 2
     scheduler.add_request([*range(8), 99], 12)
@@ -91,7 +91,7 @@ def test_a_branch_begins_with_what_its_trunk_has_generated_so_far():
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([2, 8]), st.sampled_from([0, 2]), st.integers(8, 40))
 def test_every_full_block_that_was_committed_is_cached_at_once(data, places, lookahead, blocks):
-    """However the tokens came: in lockstep, by turns, with drafts, one by one, or not at all in this step."""
+    """This holds for tokens from commit or append_token, in any order, with drafts, and for steps without tokens."""
     config = {"max_batch_sequences": places, "lookahead": lookahead, "max_prefill_tokens": 6, "watermark": 0}
     scheduler, cache = make(blocks, **config)
     for number in range(data.draw(st.integers(1, 5))):
@@ -121,8 +121,8 @@ def test_every_full_block_that_was_committed_is_cached_at_once(data, places, loo
     cache.check()
 
 
-def test_what_a_sequence_holds_is_cached_though_idle_blocks_for_the_same_tokens_were():
-    """The first block was evicted, so that the others were not found and are read again."""
+def test_a_sequence_replaces_unreachable_cached_blocks_of_the_same_tokens():
+    """The first block was evicted. So the later blocks are not found, and the sequence computes them again."""
     scheduler, cache = make(12, cache_policy="lru")
     for end in (14, 18):
         scheduler.add_request([*range(13)], end)
@@ -138,9 +138,9 @@ def test_what_a_sequence_holds_is_cached_though_idle_blocks_for_the_same_tokens_
     cache.check()
 
 
-def test_a_prompt_that_two_have_read_at_once_is_cached_while_one_of_them_runs():
-    """The blocks of the first are cached, the second one's stand behind them; in the end it is the other way round."""
-    scheduler, cache = make(16, cache_policy="lru", max_wait_steps=1)  # so neither waits for the other
+def test_a_prompt_computed_by_two_sequences_stays_cached_while_one_of_them_runs():
+    """First the blocks of the first sequence are cached. After it ends, the cache has the blocks of the second."""
+    scheduler, cache = make(16, cache_policy="lru", max_wait_steps=1)  # neither request waits for the other
     for end in (15, 40):
         scheduler.add_request([*range(8)], end)
     while len(scheduler.drain_finished()) == 0:
@@ -157,8 +157,8 @@ def test_a_prompt_that_two_have_read_at_once_is_cached_while_one_of_them_runs():
     cache.check()
 
 
-def test_who_shares_a_prompt_that_is_read_by_now_waits_no_longer():
-    """It did not fit while nothing of its prompt was cached; there is no more room since, but it wants less of it."""
+def test_a_request_fits_once_its_shared_prompt_is_cached():
+    """It did not fit before its prompt was cached. There are no more free blocks now, but it needs fewer."""
     scheduler, _ = make(100, max_prefill_tokens=512, watermark=0)
     for last in range(3):
         scheduler.add_request([*[7] * 320, last], 380)
@@ -179,7 +179,7 @@ class CountedCache:
         return getattr(self._cache, name)
 
 
-def test_who_waits_is_looked_up_again_only_when_something_was_cached():
+def test_a_waiting_request_is_looked_up_again_only_after_new_cached_blocks():
     allocator = BlockAllocator(24)
     cache = CountedCache(PrefixCache(allocator, BLOCK))
     scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, watermark=0), allocator, cache)
@@ -196,7 +196,7 @@ def test_who_waits_is_looked_up_again_only_when_something_was_cached():
 
 
 class WatchedCache:
-    """A prefix cache that notes from which block on it is asked to look at blocks that it is given."""
+    """A prefix cache that records `start` of each cache_blocks call with blocks."""
 
     def __init__(self, cache):
         self._cache = cache
@@ -251,7 +251,7 @@ def test_a_request_that_does_not_read_the_cache_computes_its_prompt_and_caches_i
     scheduler, cache = make(max_prefill_tokens=8, max_batch_tokens=64)
     scheduler.add_request(range(20), 22)
     run_step(scheduler)
-    first = scheduler.add_request(range(20), 22, reads_cache=False)  # it does not wait for what is being computed
+    first = scheduler.add_request(range(20), 22, reads_cache=False)  # it does not wait for blocks in computation
     assert scheduler.schedule().tokens == [[*range(8, 16)], [*range(8)]]
     scheduler.close()
     scheduler, cache = make()
@@ -330,7 +330,7 @@ def test_a_token_that_the_cache_cannot_hold_is_refused_before_anything_changes(m
     scheduler = make_scheduler(SchedulerConfig(block_size=BLOCK, lookahead=lookahead), allocator, cache)
     for number in range(3):
         scheduler.add_request([number, 8, 9], 16)
-    for step in range(10):  # one after the other fills blocks: what is wrong would be found in the middle
+    for step in range(10):  # sequences fill blocks at different steps: a late check would find the wrong token midway
         batch = scheduler.schedule()
         before = [list(scheduler.get_sequence(seq_id).output_tokens) for seq_id in (1, 2, 3)]
         fed = [scheduler.get_sequence(seq_id).fed for seq_id in (1, 2, 3)]
@@ -373,8 +373,8 @@ def test_pages_found_in_the_cache_hold_the_right_keys():
 
 
 @pytest.mark.parametrize("forget", ["discard", "reset"])
-def test_what_the_cache_was_made_to_forget_does_not_come_back_from_those_who_hold_it(forget):
-    """Two hold a block that is found to be wrong, and with it all that they read after it. One begins anew."""
+def test_discarded_blocks_are_not_cached_again_by_sequences_that_hold_them(forget):
+    """Two sequences hold a block that turns out to be wrong. A later request computes its prompt again."""
     allocator = BlockAllocator(60)
     cache = PrefixCache(allocator, BLOCK)
     scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, cache)

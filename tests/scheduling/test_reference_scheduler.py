@@ -1,4 +1,4 @@
-"""The scheduler beside the plain one of `reference/`: in each step the same plan and the same records of preemption."""
+"""The scheduler against the one in `reference/`: each step has the same plan and the same preemption records."""
 
 import dataclasses
 import random
@@ -32,7 +32,7 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dt
 
 
 class World:
-    """A scheduler with its pool and cache, from one package or the other."""
+    """A scheduler with its pool and cache, from pagepool or from pagepool.reference."""
 
     def __init__(self, api, config, num_blocks, cache_policy, windows=None, slots=None, kept=0):
         self.pool = api.KvCachePool.from_layout(LAYOUT, num_blocks)
@@ -111,11 +111,15 @@ def run(
     memory=None,
     **fixed,
 ):
-    """Both worlds through the same requests; returns how often each action was taken. `forget`: how often the caches
-    forget a block, or all, in use or not; `others`: how often somebody else caches a prompt; `inbox`: requests are
-    submitted and cancelled; `forks`: how often one that decodes is forked, before its step is committed or after;
-    `fails`: how often a step is given up, perhaps after some of its sequences got a token or were stopped;
-    `memory`: windows and slots of hybrid sequences."""
+    """Run the same requests in both worlds; return the number of actions of each kind.
+
+    forget   probability per step that the caches discard blocks, or all blocks, in use or not
+    others   probability that a prompt is cached outside of the scheduler
+    inbox    use submit and cancel
+    forks    probability that a decoding sequence is forked, before or after the commit of its step
+    fails    probability that a step is given up, perhaps after some of its sequences got a token or were stopped
+    memory   windows and slots of hybrid sequences
+    """
     rng, forgets = random.Random(seed), random.Random(seed)
     num_blocks = rng.randint(4, 16)
     config = dataclasses.replace(random_config(rng, num_blocks), **fixed)
@@ -201,7 +205,7 @@ def make_forget(rng, worlds):
 
 
 def cache_elsewhere(world, prompt):
-    """By somebody else, where there is room."""
+    """Cache a prompt outside of the scheduler, if enough blocks are free."""
     if world.allocator.free_count >= len(prompt) // BLOCK:
         blocks = world.allocator.allocate_n(len(prompt) // BLOCK)
         world.cache.cache_blocks(prompt, blocks)
@@ -219,12 +223,12 @@ def add(rng, worlds, tenants=(0, 1, None), stop_token_ids=(), inbox=False):
     try:
         seq_id = getattr(worlds[0].scheduler, way)(prompt, limit, **about)
     except ValueError:
-        return  # too large for the pool, the quota or what is reserved for others
+        return  # too large for the pool, the quota or the unreserved blocks
     assert getattr(worlds[1].scheduler, way)(prompt, limit, **about) == seq_id
 
 
 def report(rng, worlds, batches):
-    """What the step came to: the same for both; rows may stand in another order."""
+    """Commit the same random results in both worlds; the rows of the two batches may have different orders."""
     way = rng.choice(["commit", "commit", "commit", "commit", "some", "append"])
     results, must_commit = {}, worlds[0].cache is not None or worlds[0].scheduler._has_committed
     for seq_id, wants, slots in zip(batches[0].seq_ids, batches[0].wants_token, batches[0].lookahead, strict=True):
@@ -302,7 +306,7 @@ def test_the_same_plan_when_steps_are_given_up(seed, windows):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32), st.lists(st.sampled_from([None, 0, 3, 8, 13]), min_size=1, max_size=3))
-@example(2812, [0])  # a fork fills the quota that a waiting request was found to have room in
+@example(2812, [0])  # a fork uses up the quota of a waiting request that would have fitted
 def test_the_same_plan_with_windows(seed, windows):
     run(seed, memory={"windows": windows})
     run(seed, memory={"windows": windows}, forks=0.1)
@@ -345,7 +349,7 @@ def test_the_random_runs_take_every_action():
 
 
 def test_a_recorded_hour_is_served_alike():
-    """The first requests of the bundled trace, as they came, in a pool that is too small for them."""
+    """The first requests of the bundled trace, with their arrival times, in a pool that is too small for them."""
     trace = read_trace(bundled_trace(), 60)
     config = SchedulerConfig(max_batch_tokens=256, max_prefill_tokens=128, preemption_actions=("partial",))
     num_blocks = max(trace.prompt) // 16 + 20

@@ -1,4 +1,4 @@
-"""What the scheduler does with requests, without a pool: order, states, tokens, limits."""
+"""The scheduler without a pool: order, states, tokens and limits of requests."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,14 @@ from pagepool import BlockAllocator, PrefixCache, ScheduledBatch, Scheduler, Sch
 
 
 def run_to_end(scheduler, token=7, limit=100_000):
-    """Steps until no work is left; returns the finished sequences."""
+    """Run steps until no work is left; return the finished sequences."""
     for _ in range(limit):
         if not scheduler.has_work:
             return scheduler.drain_finished()
         batch = scheduler.schedule()
         assert not batch.is_empty
         scheduler.commit(batch, [token] * len(batch))
-    raise AssertionError(f"no end after {limit} steps")
+    raise AssertionError(f"requests still run after {limit} steps")
 
 
 def test_ids_count_from_one():
@@ -69,7 +69,7 @@ def test_several_appended_tokens_are_fed_together_within_the_budget():
         scheduler.append_token(1, token)
     batch = scheduler.schedule()
     assert (batch.tokens, batch.is_prefill, batch.wants_token) == ([[5, 6, 7, 8]], [False], [False])
-    scheduler.commit(batch, [99])  # not the result of its last token: ignored
+    scheduler.commit(batch, [99])  # not the result of the last prompt token: ignored
     batch = scheduler.schedule()
     assert (batch.tokens, batch.wants_token) == ([[9, 10]], [True])
     scheduler.commit(batch, [11])
@@ -194,7 +194,7 @@ def test_the_prompt_is_copied():
 
 
 def test_commit_is_the_bulk_form_of_append_token():
-    """The same traffic by commit and by append_token: the same batches, the same sequences."""
+    """commit and append_token give the same batches and sequences for the same requests."""
     config = SchedulerConfig(max_sequences=6, max_batch_tokens=24, max_batch_sequences=5, max_prefill_tokens=7)
     bulk, single = Scheduler(config), Scheduler(config)
     for scheduler in (bulk, single):
@@ -204,7 +204,7 @@ def test_commit_is_the_bulk_form_of_append_token():
     while bulk.has_work:
         step += 1
         one, two = bulk.schedule(), single.schedule()
-        # The order of the rows is open while everyone fits into a step.
+        # The order of rows is unspecified if all sequences fit into a step.
         rows = [
             sorted(zip(batch.seq_ids, batch.tokens, batch.wants_token, batch.is_prefill, strict=True))
             for batch in (one, two)
@@ -328,7 +328,7 @@ def test_a_token_below_0_is_never_stored(api, wrong):
 @pytest.mark.parametrize("wrong", [1.5, "7", float("nan"), np.float32(2), [7], object()])
 @pytest.mark.parametrize("with_cache", [False, True])
 def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
-    """The cache would have cut a float and kept the block under the wrong token."""
+    """The cache would truncate a float and store the block under a wrong token."""
     allocator = BlockAllocator(8)
     cache = PrefixCache(allocator, block_size=2) if with_cache else None
     scheduler = Scheduler(SchedulerConfig(block_size=2), allocator, cache)
@@ -336,7 +336,7 @@ def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
         with pytest.raises((TypeError, ValueError), match="integer"):
             scheduler.add_request(prompt, 4)
     numbers = [scheduler.add_request([number, 2, 3], 9) for number in range(2)]
-    for _ in range(3):  # the second and third step decode
+    for _ in range(3):  # steps 2 and 3 decode
         batch = scheduler.schedule()
         for results in ([4, wrong], [wrong, None]):
             with pytest.raises(TypeError, match="a token must be an integer"):

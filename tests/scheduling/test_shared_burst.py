@@ -1,5 +1,7 @@
-"""A burst that shares its prefix computes it once: a request whose next blocks another is computing waits for them, no
-longer than that one goes on with it."""
+"""A burst of requests with a shared prefix computes it once.
+
+A request waits while another request computes its next blocks.
+"""
 
 import random
 
@@ -28,7 +30,7 @@ def step(scheduler):
 
 
 def run(scheduler):
-    """Tokens computed until all have ended."""
+    """Run until all requests have ended; return the number of computed tokens."""
     total = 0
     while scheduler.has_work:
         total += step(scheduler).total_tokens
@@ -52,7 +54,7 @@ def test_eight_at_once_compute_their_common_tokens_once(policy):
 
 @pytest.mark.parametrize("num_blocks", [100, 160, 1024])
 def test_two_prompts_of_a_burst_are_each_computed_once(num_blocks):
-    """Those of the second pass those of the first that wait."""
+    """Requests with the second prompt are scheduled before waiting requests with the first prompt."""
     scheduler, cache = make(num_blocks, block_size=16, max_batch_sequences=16)
     for number in range(16):
         scheduler.add_request([number // 8] * 512 + [100 + number] * 16, 530)
@@ -69,22 +71,22 @@ def test_a_prompt_that_branches_twice_is_computed_once_up_to_each_branch():
     assert run(scheduler) == 40 + 2 * 40 + 8 * 4
 
 
-def test_equal_prompts_leave_each_its_last_block():
-    """One token at least is left to compute."""
+def test_each_of_several_equal_prompts_computes_its_last_block():
+    """At least one token of each prompt must be computed."""
     scheduler, _ = make()
     for _ in range(3):
         scheduler.add_request([5] * 40, 41)
     assert run(scheduler) == 40 + 2 * 4
 
 
-def test_nobody_waits_without_a_cache():
+def test_no_request_waits_without_a_cache():
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(1024))
     for _ in range(3):
         scheduler.add_request([5] * 40, 41)
     assert run(scheduler) == 3 * 40
 
 
-def test_others_pass_those_that_wait():
+def test_other_requests_pass_waiting_requests():
     scheduler, _ = make(max_prefill_tokens=40)
     for prompt in ([5] * 80, [5] * 80, [6] * 12):
         scheduler.add_request(prompt, 100)
@@ -96,14 +98,14 @@ def test_others_pass_those_that_wait():
 
 
 @pytest.mark.parametrize("ways", [{"cache_salt": "a"}, {"extra_keys": ("a",)}])
-def test_those_with_other_keys_do_not_wait(ways):
+def test_requests_with_other_keys_do_not_wait(ways):
     scheduler, _ = make()
     scheduler.add_request([5] * 40, 41)
     scheduler.add_request([5] * 40, 41, **ways)
     assert step(scheduler).seq_ids == [1, 2]
 
 
-def test_nobody_waits_for_one_of_lower_priority():
+def test_no_request_waits_for_one_of_lower_priority():
     scheduler, _ = make(max_prefill_tokens=8)
     scheduler.add_request([5] * 40, 41, priority=1)
     step(scheduler)
@@ -128,7 +130,7 @@ def test_the_next_one_goes_on_when_the_first_is_stopped(way):
     assert run(scheduler) == 24 - 8 + 2 * 4
 
 
-def test_one_that_waits_can_be_stopped():
+def test_a_waiting_request_can_be_stopped():
     scheduler, _ = make(max_prefill_tokens=8)
     for _ in range(3):
         scheduler.add_request([5] * 40, 41)
@@ -140,8 +142,8 @@ def test_one_that_waits_can_be_stopped():
     assert run(scheduler) == 32
 
 
-def test_those_that_wait_go_on_when_the_cache_is_told_to_forget():
-    """What the first computes by then is not published."""
+def test_waiting_requests_continue_after_a_reset_of_the_cache():
+    """The blocks that the first request has computed are not published."""
     scheduler, cache = make(max_prefill_tokens=8)
     for _ in range(2):
         scheduler.add_request([5] * 40, 41)
@@ -150,8 +152,8 @@ def test_those_that_wait_go_on_when_the_cache_is_told_to_forget():
     assert step(scheduler).seq_ids == [1, 2]
 
 
-def test_those_that_wait_go_on_when_the_first_is_preempted():
-    """By requests of higher priority, for whose prompts the pool has no room beside it."""
+def test_waiting_requests_continue_when_the_first_is_preempted():
+    """A request of higher priority grows, and the pool is too small for both."""
     scheduler, cache = make(26, max_prefill_tokens=8, watermark=0)
     outside = cache.allocator.allocate_n(8)
     scheduler.add_request([6] * 4, 40, priority=-1)
@@ -173,7 +175,7 @@ def test_those_that_wait_go_on_when_the_first_is_preempted():
     run(scheduler)
 
 
-def test_one_that_has_waited_long_waits_for_nobody():
+def test_a_request_waits_for_others_at_most_max_wait_steps():
     scheduler, _ = make(max_prefill_tokens=4, max_wait_steps=3)
     for _ in range(2):
         scheduler.add_request([5] * 40, 41)
@@ -182,8 +184,8 @@ def test_one_that_has_waited_long_waits_for_nobody():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_keys_and_values_are_right_whoever_waits_for_whom(seed):
-    """And everybody ends, with requests stopped at random in a pool that is too small for all."""
+def test_keys_and_values_are_right_with_random_waiting_requests(seed):
+    """All requests end, although some are stopped at random and the pool is too small for all."""
     rng = random.Random(seed)
     engine = Engine(rng.choice([16, 24, 60]))
     cache = PrefixCache(engine.pool.allocator, BLOCK)

@@ -1,4 +1,4 @@
-"""One step: a batch is committed or given up before the next one, and only what was committed is published."""
+"""One step: a batch is committed or given up before the next one, and only committed blocks are published."""
 
 import random
 
@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 class Failure(Exception):
-    """Of the model."""
+    """Failure of the model."""
 
 
 def make(num_blocks=32, cached=True, **config):
@@ -24,11 +24,11 @@ def make(num_blocks=32, cached=True, **config):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_no_batch_is_handed_out_beside_an_outstanding_one(cached):
+def test_schedule_is_refused_while_a_batch_is_outstanding(cached):
     scheduler, engine, _ = make(cached=cached)
     scheduler.add_request(range(9), 20)
     batch = scheduler.schedule()
-    if not cached:  # before the first commit an outstanding batch counts as run
+    if not cached:  # before the first commit schedule() does not require one
         scheduler.append_token(1, 7)
         batch = scheduler.schedule()
         scheduler.commit(batch, [8])
@@ -129,8 +129,11 @@ def test_slots_of_drafts_go_back():
 
 
 def serve(seed, fails, windows=None, slots=None, kept=None):
-    """What a model generates that fails now and then, by request; it draws each token from what it reads in the pages,
-    and in its recurrent state. A step that fails leaves garbage in all that it may write."""
+    """Return the outputs of each request from a model that fails at random.
+
+    The model draws each token from the contents of the pages and of its recurrent state. A failed step leaves garbage
+    in all memory that it may write.
+    """
     rng = random.Random(seed)
     num_blocks, failures = rng.choice([16, 30, 200]), random.Random(seed)
     engine = Engine(num_blocks) if windows is None else HybridEngine(num_blocks * len(windows), windows, slots)
@@ -180,7 +183,7 @@ def serve(seed, fails, windows=None, slots=None, kept=None):
 
 
 def spoil(engine, batch):
-    """A step that writes garbage and fails."""
+    """Write garbage and fail."""
     tables = [batch.states]
     if engine.states is not None:
         for state in batch.states[: len(batch) // 2 + 1]:
@@ -212,7 +215,7 @@ def test_a_model_that_fails_now_and_then_generates_the_same(seed, windows):
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([[None], [8], [None, 8]]), st.integers(2, 20), st.integers(60, 10**4))
 def test_a_hybrid_model_that_fails_now_and_then_generates_the_same(seed, windows, slots, kept):
-    """Its sequences resume from a state that was kept, or from their first token."""
+    """After a failure its sequences resume from a checkpoint, or from their first token."""
     assert serve(seed, 0.3, windows, slots) == serve(seed, 0, windows, slots)
     assert serve(seed, 0.3, windows, slots, kept) == serve(seed, 0, windows, slots)
 

@@ -1,4 +1,4 @@
-"""Which waiting request is next: as if all tenants were asked each time, though only those that have changed are."""
+"""The next waiting request: the result of checking all tenants each time, although only changed tenants are checked."""
 
 import pytest
 from hypothesis import settings
@@ -16,19 +16,19 @@ TENANTS = st.integers(0, 5)
 
 
 class WaitingMachine(RuleBasedStateMachine):
-    """The queue beside a list of all who wait; `room`, `counters` and `found` are what the world says of them."""
+    """The queue against a plain list. `room`, `counters` and `found` are the answers of the callbacks per request."""
 
     @initialize(policy=st.sampled_from(sorted(POLICIES)), max_wait=st.sampled_from([None, 3, 10, 1000]))
     def begin(self, policy, max_wait):
         self.policy, self.max_wait = POLICIES[policy], max_wait
         self.queue = WaitingQueue(self.policy, max_wait)
         self.waiting = {}
-        self.away = []  # taken out, and may come back
+        self.away = []  # removed requests, which may return
         self.room = dict.fromkeys(range(6), 3)
         self.counters = dict.fromkeys(range(6), 0)
         self.found = {}
         self.leaders = [Sequence(1000 + number, [1], 2) for number in range(3)]
-        self.deferred = {}  # by id: the leader, and how far it must get
+        self.deferred = {}  # by id: the leader, and the position that it must reach
         self.stopped = set()  # leaders that publish nothing more
         self.now = 0
         self.next_id = 1
@@ -144,8 +144,8 @@ class TestWaitingMachine(WaitingMachine.TestCase):
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs", "priority"])
 @pytest.mark.parametrize("quota", [None, 40])
-def test_who_just_waits_is_not_asked_in_every_step(policy, quota, monkeypatch):
-    """Three of 200 tenants run, the others do not fit, and the quotas of the three are used up."""
+def test_unchanged_waiting_requests_are_not_checked_in_every_step(policy, quota, monkeypatch):
+    """Three of 200 tenants run and have used up their quotas. The requests of other tenants do not fit."""
     asked = []
     may_start, served = Tenants.may_start, Tenants.served
     monkeypatch.setattr(Tenants, "may_start", lambda self, seq: asked.append(seq) or may_start(self, seq))
@@ -162,13 +162,13 @@ def test_who_just_waits_is_not_asked_in_every_step(policy, quota, monkeypatch):
     while scheduler.active_count < 3:
         batch = scheduler.schedule()
         scheduler.commit(batch, [7] * len(batch))
-    scheduler.commit(scheduler.schedule(), [7] * 3)  # what they have stored is looked at once
+    scheduler.commit(scheduler.schedule(), [7] * 3)  # new cached blocks trigger one check
     asked.clear()
     for _ in range(15):
         batch = scheduler.schedule()
         scheduler.commit(batch, [7] * len(batch))
     assert (scheduler.active_count, scheduler.waiting_count) == (3, 397)
-    # Under "fair" the top of the line is asked, and those that pass it by as they are served.
+    # "fair" checks the first request, and requests that move ahead of it as tenants are served.
     assert len(asked) <= (15 * 4 if policy == "fair" else 0)
 
 
@@ -196,7 +196,7 @@ def waiting_line(policy, count, tenant=None):
 
 @pytest.mark.parametrize("aged", [False, True])
 @pytest.mark.parametrize("place", [0, 20, 39])
-def test_one_that_comes_back_before_anybody_looks_stands_there_once(place, aged):
+def test_a_request_that_is_removed_and_queued_again_is_listed_once(place, aged):
     queue, seqs = waiting_line("lpm", 40)
     queue._heads(None)
     back = seqs[place]
@@ -216,7 +216,7 @@ def test_names_of_tenants_that_are_gone_are_not_kept(max_wait):
     runs = scheduler.add_request([1], 10**6)
     waiting = scheduler._waiting
     scheduler.schedule()
-    for number in range(50):  # while its place is taken nobody asks who is next
+    for number in range(50):  # the only place is taken: the queue is not asked for the next request
         seq_id = scheduler.add_request([1] * 8, 9, tenant=number)
         scheduler.commit(scheduler.schedule(), [1])
         scheduler.remove_sequence(seq_id)

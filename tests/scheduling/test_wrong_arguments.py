@@ -1,4 +1,4 @@
-"""What is no argument is refused in one sentence with its name, and nothing has changed."""
+"""Wrong arguments are refused with one sentence that names the argument, and nothing changes."""
 
 import pytest
 from refusals import refuses
