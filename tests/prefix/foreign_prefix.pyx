@@ -1,4 +1,4 @@
-"""A module outside the package that works on cached blocks without the GIL. Built and driven by the tests beside it."""
+"""A module outside the package that uses cached blocks without the GIL. The tests in this folder build and call it."""
 
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
@@ -21,7 +21,7 @@ cdef uint64_t step(uint64_t *state) noexcept nogil:
 
 
 def use_cached(BlockAllocator allocator, int32_t[::1] blocks, double duration, uint64_t seed):
-    """Takes and drops references to runs of blocks that a cache keeps; returns (rounds, errors)."""
+    """Add and drop references to runs of cached blocks; return (rounds, errors)."""
     cdef int64_t rounds = 0, errors = 0
     cdef int32_t first, n, unknown[2]
     cdef int32_t number = <int32_t>blocks.shape[0]
@@ -36,7 +36,7 @@ def use_cached(BlockAllocator allocator, int32_t[::1] blocks, double duration, u
                 errors += allocator.c_share_n(&blocks[first], n) != PP_OK
                 unknown[0] = blocks[first]
                 unknown[1] = -1
-                # Half done, and then undone.
+                # A share that fails midway and is rolled back.
                 errors += allocator.c_share_n(unknown, 2) == PP_OK
                 errors += allocator.c_free_n(unknown, 2) == PP_OK
                 if n == 1:

@@ -1,4 +1,4 @@
-"""States of hybrid models: kept where prompts part, end and at a grid; found by exact tokens; dropped by value."""
+"""Checkpoints of hybrid models: saved at branches, ends and grid positions, found by exact tokens, evicted by value."""
 
 import tracemalloc
 
@@ -18,7 +18,7 @@ STATE_BYTES = 3 * 4 * 4 + 5 * 2 + 2 * 4
 
 
 class Engine:
-    """A hybrid model in miniature: its state after some tokens is a hash of all of them, in every array."""
+    """A minimal hybrid model: each array of its state is a hash of all tokens so far."""
 
     def __init__(self, block_size=16, budget=1 << 20, layout=LAYOUT, blocks=4096, in_part=False, **places):
         self.in_part = in_part
@@ -41,7 +41,7 @@ class Engine:
         )
 
     def serve(self, prompt, output=()):
-        """Runs one request; the tokens of its prompt that it need not compute."""
+        """Run one request; return the number of prompt tokens that need no computation."""
         slot = self.pool.alloc(1)
         size = self.cache.block_size
         blocks, kv_tokens = self.cache.match_tokens(prompt)
@@ -56,7 +56,7 @@ class Engine:
         everything = [*prompt, *output]
         self.write(slot, everything)
         self.checkpoints.save(slot, everything, self.checkpoints.index.aligned(len(everything)), "end")
-        # A block that is the same in part only is copied before it is written.
+        # A block that matches only partially is copied before it is written.
         shared = kv_tokens // size
         missing = -(-len(everything) // size) - shared
         self.cache.allocator.free(blocks[shared:])
@@ -77,7 +77,7 @@ def prompts(shared, count, tail=50):
 @pytest.mark.parametrize("state_elements", [1, 1000, 300_000])
 @pytest.mark.parametrize("block_size", [1, 16, 32, 96])
 def test_a_shared_prefix_is_hit_from_the_third_request_on(state_elements, block_size):
-    """Whatever the sizes of states and blocks: 480 tokens, 95 % of them."""
+    """For all sizes of states and blocks, at least 95 % of 480 tokens are found."""
     layout = StateLayout(layers=[{"ssm": ((state_elements,), "float32")}])
     engine = Engine(block_size, budget=8 * (4 * state_elements + 4000), layout=layout)
     found = [engine.serve(prompt) for prompt in prompts(480, 6)]
@@ -87,7 +87,7 @@ def test_a_shared_prefix_is_hit_from_the_third_request_on(state_elements, block_
 @pytest.mark.parametrize("state_elements", [1, 300_000])
 @pytest.mark.parametrize("block_size", [16, 512, 528, 1000])
 def test_the_same_within_a_block_that_is_larger(state_elements, block_size):
-    """Where parts of blocks are found, no block size stands between a prompt and its prefix."""
+    """With partial matches of blocks, a shared prefix is found for any block size."""
     layout = StateLayout(layers=[{"ssm": ((state_elements,), "float32")}])
     engine = Engine(block_size, budget=8 * (4 * state_elements + 9000), layout=layout, in_part=True)
     found = [engine.serve(prompt) for prompt in prompts(480, 6, tail=600)]
@@ -115,7 +115,7 @@ def test_positions_are_multiples_of_what_kernels_can_stop_at():
 
 
 def test_no_state_without_its_keys_and_values():
-    """The state is kept, the blocks are evicted: the prompt begins where the blocks end, or before."""
+    """If blocks are evicted but the state is kept, a prompt resumes at the end of the blocks or earlier."""
     engine = Engine(block_size=16, grid=64)
     prompt = list(range(200))
     engine.serve(prompt)
@@ -146,7 +146,7 @@ def test_other_tokens_are_never_taken():
 
 
 def test_the_state_that_saves_least_goes_first():
-    """Three states have room: at 100, 200 and 1000 tokens of different prompts. The one at 100 saves the least."""
+    """The budget holds three states: at 100, 200 and 1000 tokens of different prompts. The one at 100 saves least."""
     index = CheckpointIndex(10_000, 3 * 10_000 + 4 * 1600, grid=0, align=1)
     for salt, length in enumerate((100, 200, 1000)):
         assert index.admit(range(length), length, "end", cache_salt=salt) == salt
@@ -158,7 +158,7 @@ def test_the_state_that_saves_least_goes_first():
 
 
 def test_what_is_never_used_grows_old():
-    """A state of much value that nobody asks for goes in the end, however little the newcomers save."""
+    """A valuable but unused state is evicted eventually, even if new states save little."""
     index = CheckpointIndex(1000, 2 * 1000 + 4 * 1100, grid=0, align=1)
     index.admit(range(1000), 1000, "end", cache_salt=-1)
     for salt in range(2000):
@@ -231,7 +231,7 @@ SALTS = st.sampled_from([None, "a"])
 
 
 class Machine(RuleBasedStateMachine):
-    """The index and the one without a tree, side by side: the same answers, the same states kept."""
+    """The index and a reference without a tree give the same results and keep the same states."""
 
     def __init__(self):
         super().__init__()
@@ -284,7 +284,7 @@ TestMachine.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 
 def test_a_budget_costs_what_is_used_of_it_however_small_the_states_are():
-    """2**31 bytes are room for 268 million states of 8 bytes."""
+    """A budget of 2**31 bytes holds 268 million states of 8 bytes."""
     layout = StateLayout(layers=[{"h": ((2,), "float32")}])
     pool = SsmStatePool.from_layout(layout, 2**28)
     tracemalloc.start()

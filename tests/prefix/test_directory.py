@@ -1,4 +1,4 @@
-"""The table of a router holds what a dict of sets would, in the memory that it says."""
+"""PrefixDirectory, the table of a router: same contents as a dict of sets, with the documented memory."""
 
 import pickle
 
@@ -11,7 +11,7 @@ from refusals import refuses
 from pagepool.prefix.directory import PrefixDirectory
 from pagepool.prefix.events import name_row, prefix_names
 
-NAMES = [bytes([number, *[0] * 15]) for number in range(120)]  # many begin alike, none is zero by chance but the first
+NAMES = [bytes([number, *[0] * 15]) for number in range(120)]  # the first name is all zeros
 CACHES = st.integers(0, 69)
 PART = st.lists(st.sampled_from(NAMES), max_size=30)
 OPERATION = st.tuples(st.sampled_from(["add", "remove", "replace", "clear"]), CACHES, PART)
@@ -46,7 +46,7 @@ def test_it_is_a_dict_of_sets(operations, prompts):
 
 
 def test_removal_closes_gaps_in_long_runs():
-    """Three fourths of the rows taken, in every order of removal that a shuffle gives."""
+    """Three quarters of the rows are in use, and names are removed in random order."""
     random = np.random.default_rng(1)
     for _ in range(30):
         directory = PrefixDirectory(1)
@@ -62,13 +62,13 @@ def test_removal_closes_gaps_in_long_runs():
 
 @pytest.mark.parametrize("count", [100, 49_153, 400_000, 1_000_000])
 def test_a_block_takes_at_most_100_bytes(count):
-    """Also while the table grows, when the old and the new one are there: 24 bytes a row each, 3/8 of the new taken."""
+    """This includes growth, when old and new table exist: 24 bytes per row each, and 3/8 of the new rows in use."""
     random, directory = np.random.default_rng(2), PrefixDirectory(64)
     for cache in range(64):
         directory.add(cache, random.bytes(16 * (count // 64)))
     blocks = len(directory)
     assert blocks == count // 64 * 64
-    # The table was last doubled when 3/4 of the half were taken.
+    # The table doubles when 3/4 of its rows are in use.
     assert directory.nbytes <= 64 * blocks + 64 * 24 and 1.5 * directory.nbytes / blocks <= 96.1
 
 

@@ -1,4 +1,4 @@
-"""Events let another process hold the same picture of a cache, and say when they do not."""
+"""Events let another process mirror the content of a cache, and tell when the mirror is incomplete."""
 
 import pickle
 import subprocess
@@ -18,7 +18,7 @@ SALTS = (None, "a", b"a", 0)
 
 
 def traffic(cache, random, steps):
-    """Prompts with common beginnings through a small cache, now and then an eviction, rarely a reset."""
+    """Serve prompts with common prefixes from a small cache, with some evictions and rare resets."""
     for _ in range(steps):
         tokens = random.integers(0, 2, random.integers(0, 24)).tolist()
         salt = SALTS[random.integers(len(SALTS))]
@@ -44,7 +44,7 @@ def content(event):
 
 
 def follow(known, events):
-    """Applies events to {name: content}, as a process that follows a cache does."""
+    """Apply events to {name: content}, like a process that follows a cache."""
     for event in events:
         if event.kind == "stored":
             known[event.name] = content(event)
@@ -61,7 +61,7 @@ def state_of(cache):
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_events_replayed_give_the_same_state(policy):
     random = np.random.default_rng(1)
-    with patch("os.urandom", bytes):  # a seed of 0: the same tokens have one hash behind all prefixes
+    with patch("os.urandom", bytes):  # a seed of 0: equal tokens have equal hashes after any prefix
         cache = PrefixCache(BlockAllocator(30), 2, policy, max_events=10_000)
     known, sequence = {}, 0
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""How many cached blocks nobody else holds: counted when a reference comes or goes, whoever does that."""
+"""`evictable`, the number of cached blocks without other references: updated with each reference, by any caller."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +15,7 @@ def foreign(build_foreign):
 
 
 def filled(num_blocks, policy="lru"):
-    """A cache of `num_blocks` blocks of one token, in an allocator with as many again, and the blocks."""
+    """Return a cache of `num_blocks` blocks of one token, in an allocator twice as large, and the blocks."""
     allocator = BlockAllocator(2 * num_blocks)
     cache = PrefixCache(allocator, 1, policy)
     blocks = allocator.allocate_n(num_blocks)
@@ -52,7 +52,7 @@ def test_two_caches_of_one_allocator_count_apart():
     first.cache_blocks([1, 2, 3], blocks)
     second.cache_blocks([1, 2], blocks[2:])
     allocator.free(blocks)
-    assert (first.evictable, second.evictable) == (2, 1)  # the third block is in both
+    assert (first.evictable, second.evictable) == (2, 1)  # the third block is in both caches
     assert second.discard([2]) == 1
     assert (first.evictable, second.evictable) == (3, 1)
     for cache in (first, second):
@@ -93,7 +93,7 @@ def test_each_way_to_take_and_to_drop_a_reference_counts():
     allocator.free(5)
     now(1)
     with refuses(InvalidBlock, "block", 0):
-        allocator.free([5, 0])  # block 0 is free: nothing changes
+        allocator.free([5, 0])  # block 0 is free already: nothing changes
     now(0)
     cache.check()
 

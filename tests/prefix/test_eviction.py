@@ -1,4 +1,4 @@
-"""What our own policy keeps that others lose, and how far from the best it stays: prompts made up for the purpose."""
+"""Hits of the gittins policy on synthetic prompts, compared with other policies and with Belady's bound."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from pagepool.prefix.policies import belady_pass
 from pagepool.reference.gittins import AGES, age_class, first_age
 from pagepool.reference.policies import belady_pass as plain_belady_pass
 
-# Hits of ARC in sum over the four capacities below, for seeds 0 and 1.
+# Hits of ARC, summed over the four capacities below, for seeds 0 and 1.
 ARC_HITS = {
     "loop": (0, 0),
     "system_prompts": (230_024, 238_566),
@@ -31,7 +31,7 @@ def best(prompts, capacity):
 
 
 class Blocks:
-    """Hands out rows of ids that nobody had before."""
+    """Returns rows of new ids."""
 
     def __init__(self):
         self.next = 0
@@ -42,20 +42,20 @@ class Blocks:
 
 
 def loop(random, new):
-    """40 documents of 50 blocks by turns, with a question each."""
+    """40 documents of 50 blocks in turn, each with a question."""
     documents = [new(50) for _ in range(40)]
     return [np.concatenate([documents[i % 40], new(2)]) for i in range(800)]
 
 
 def system_prompts(random, new):
-    """One of 60 beginnings, some much more popular than others, and then something that never comes again."""
+    """One of 60 system prompts, some much more popular than others, followed by unique blocks."""
     beginnings = [new(int(random.integers(4, 40))) for _ in range(60)]
     choice = np.minimum(random.zipf(1.3, 2500), 60) - 1
     return [np.concatenate([beginnings[i], new(int(random.integers(2, 25)))]) for i in choice]
 
 
 def scans(random, new):
-    """Popular documents; now and then a crowd of others that come once."""
+    """Popular documents, interrupted by groups of documents that occur only once."""
     documents, prompts = [new(25) for _ in range(60)], []
     while len(prompts) < 2500:
         if random.random() < 0.01:
@@ -65,7 +65,7 @@ def scans(random, new):
 
 
 def conversations(random, new):
-    """12 users take turns at random; each goes on with a conversation, which ends one time in twelve."""
+    """12 users in random order; each continues a conversation, which ends with probability 1/12."""
     contexts, prompts = [new(10) for _ in range(12)], []
     for _ in range(2500):
         user = int(random.integers(12))
@@ -117,7 +117,7 @@ def test_blocks_whose_cached_children_are_held_are_evicted_all_the_same():
     first = cache.allocator.allocate_n(2)
     cache.cache_blocks([1, 2], first)
     second = cache.allocator.allocate_n(3)
-    cache.cache_blocks([1, 2, 3], second)  # only the third block is new
+    cache.cache_blocks([1, 2, 3], second)  # the third block alone is new
     cache.allocator.free(first)
     assert cache.evictable == 2 and cache.evict(8) == 2
     cache.check()

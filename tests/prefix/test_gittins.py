@@ -1,4 +1,4 @@
-"""Our own policy on made-up traffic of many shapes: no less than LRU, more than ARC, and as its reference decides."""
+"""The gittins policy on many synthetic loads, against LRU, ARC and its reference implementation."""
 
 import importlib
 import sys
@@ -15,12 +15,12 @@ from pagepool.reference import PrefixCache as PlainCache
 
 BENCH = Path(__file__).parents[2] / "bench"
 if not BENCH.is_dir():
-    pytest.skip("bench/ is not beside these tests", allow_module_level=True)
+    pytest.skip("needs bench/ of a checkout", allow_module_level=True)
 sys.path.append(str(BENCH))
 traces = importlib.import_module("traces")
 
 CAPACITIES = [1000, 3000, 10_000]
-# Hits of ARC in sum over these, by pagepool.reference, in the traces of seed 21.
+# Hits of ARC, summed over these capacities, by pagepool.reference, in the traces of seed 21.
 ARC_HITS = {
     "conversations": 93_736,
     "agents": 262_666,
@@ -46,8 +46,8 @@ def hits(policy, rows, capacity):
 
 
 @pytest.mark.parametrize("name", traces.TRACES)
-def test_it_finds_what_lru_finds_and_in_sum_more_than_arc(name):
-    """Where LRU is the best that can be, or what was learnt is soon wrong, it finds up to a fourth of a cache less."""
+def test_it_has_at_least_the_hits_of_lru_and_more_than_arc_in_total(name):
+    """If LRU is optimal or the load changes abruptly, it may lose hits up to a quarter of the capacity."""
     rows = traces.make_trace(name, 21, 150_000)
     ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
     own = [hits("gittins", rows, capacity) for capacity in CAPACITIES]
@@ -59,15 +59,18 @@ def test_it_finds_what_lru_finds_and_in_sum_more_than_arc(name):
 
 
 @pytest.mark.parametrize("name", traces.TRACES)
-def test_before_it_has_learnt_and_where_all_has_room_it_is_lru_to_a_few_blocks(name):
+def test_without_statistics_or_evictions_it_has_the_hits_of_lru_to_a_few_blocks(name):
     rows = traces.make_trace(name, 12, 5_000)
     for capacity in (2_500, 4_000):
         assert hits("gittins", rows, capacity) >= hits("lru", rows, capacity) - 3
     assert hits("gittins", rows, 6_000) == hits("lru", rows, 6_000)
 
 
-def test_what_learning_may_cost_is_bounded_when_the_traffic_turns_against_it():
-    """By a tenth of the capacity at a time, ever more seldom, and what goes until LRU's blocks are back."""
+def test_the_cost_of_learning_is_bounded_when_the_load_changes():
+    """Each attempt loses at most a tenth of the capacity plus the hits until LRU's blocks are cached again.
+
+    Attempts become less frequent.
+    """
     looped = [np.arange(40 * i, 40 * (i + 1), dtype=np.int32) for i in range(60)]
     rows, made = looped * 20, 2400
     for _ in range(3000):
@@ -90,7 +93,10 @@ def test_a_long_pass_of_learning_agrees_with_the_reference(name, capacity):
 
 
 def served(memory, rows, capacity):
-    """As an engine does it, with look-ups of whole runs: the blocks of each prompt, those evicted for it among them."""
+    """Serve prompts like an engine, with look-ups of whole runs; yield the hits and blocks of each prompt.
+
+    The blocks include reused blocks of evicted entries, so they show the order of evictions.
+    """
     allocator = memory.BlockAllocator(capacity)
     cache = memory.PrefixCache(allocator, 1, "gittins")
     for row in rows:
@@ -105,14 +111,14 @@ def served(memory, rows, capacity):
 
 
 @pytest.mark.parametrize(("name", "capacity"), [("regimes", 300), ("conversations", 300), ("chats", 500)])
-def test_runs_found_at_once_are_decided_about_as_one_by_one(name, capacity):
+def test_look_ups_of_runs_give_the_same_decisions_as_block_by_block(name, capacity):
     rows = [row.tolist()[: capacity // 2] for row in traces.make_trace(name, 8, 15_000)]
     assert list(served(pagepool, rows, capacity)) == list(served(reference, rows, capacity))
 
 
 @pytest.mark.parametrize("capacity", [150, 300, 500])
-def test_runs_in_one_list_of_which_a_part_was_used_more_often_are_told_apart(capacity):
-    """Conversations of many turns: what is longer there was used more often, and all of it by the same request."""
+def test_parts_of_a_run_with_different_use_counts_are_distinguished(capacity):
+    """Conversations of many turns: earlier blocks were used more often than later blocks of the same request."""
     rng, rows, made, grown = np.random.default_rng(4), [], 0, [[] for _ in range(9)]
     for _ in range(900):
         talk = int(rng.integers(9))
@@ -125,8 +131,8 @@ def test_runs_in_one_list_of_which_a_part_was_used_more_often_are_told_apart(cap
 
 @pytest.mark.parametrize("capacity", [150, 400, 1000])
 @pytest.mark.parametrize("name", ["conversations", "recency", "documents"])
-def test_what_it_knows_of_lru_is_what_lru_does(name, capacity):
-    """The lead of the reference, which decides the same: its own hits less those of LRU, for prompts that fit."""
+def test_its_shadow_of_lru_counts_the_hits_of_lru(name, capacity):
+    """The reference's `lead` is its own hits minus LRU's hits, for prompts that fit into the cache."""
     rows = [row.tolist()[:capacity] for row in traces.make_trace(name, 6, 12_000)]
     own = PlainCache(PlainAllocator(capacity), 1, "gittins")
     found = sum(own.touch(row) for row in rows)
@@ -146,15 +152,18 @@ def test_the_same_seed_makes_the_same_traces_and_equal_ids_have_equal_beginnings
 
 @pytest.mark.parametrize("api", [pagepool, reference])
 def test_a_group_that_comes_back_behind_an_older_one_is_not_the_next(api):
-    """What waits is taken in runs only where one by one would take the same. Of three groups the last blocks are held,
-    so that all others wait for them; freed one after another they come back into the row of the longest unused one in
-    the wrong order: [first, second, third], of which the third was used before the second."""
+    """Blocks are evicted in runs only if single evictions would choose the same blocks.
+
+    The last block of each of three groups is held, so that all other blocks of the group wait for it. Freed one after
+    another, the groups return to the list of the least recently used blocks in the wrong order: [first, second,
+    third], although the third was used before the second.
+    """
     allocator = api.BlockAllocator(300)
     cache = api.PrefixCache(allocator, 1, "gittins")
     first, third, second, last, others = chains = [allocator.allocate_n(n).tolist() for n in (6, 4, 4, 1, 200)]
     for number, blocks in enumerate(chains):
         cache.cache_blocks(range(1000 * number, 1000 * number + len(blocks)), blocks)
-    cache.discard(others)  # they came only to make all others of one class of age
+    cache.discard(others)  # cached only to put all other blocks into one age class
     allocator.free(others + last + first[:-1] + second[:-1] + third[:-1])
 
     def kept(n):
@@ -166,5 +175,5 @@ def test_a_group_that_comes_back_behind_an_older_one_is_not_the_next(api):
     assert kept(1) == [5, 4, 4] and kept(1) == [4, 4, 4]
     allocator.free(third[-1])
     assert kept(1) == [3, 4, 4] and kept(3) == [0, 4, 4]
-    assert kept(3) == [0, 3, 2]  # back with what waited for its last block, the second is behind the third
+    assert kept(3) == [0, 3, 2]  # the second group comes after the third
     assert kept(5) == [0, 0, 0]

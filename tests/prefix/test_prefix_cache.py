@@ -1,4 +1,4 @@
-"""What the prefix cache promises, one promise a test."""
+"""Guarantees of the prefix cache, one per test."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ def cache():
 
 
 def serve(cache, tokens, **names):
-    """Matches, takes the blocks that are missing and caches them; the blocks, which the caller holds."""
+    """Match a prompt, allocate and cache the missing blocks; return all blocks, which the caller holds."""
     blocks = cache.match_prefix(tokens, **names).tolist()
     missing = -(-len(tokens) // cache.block_size) - len(blocks)
     blocks += cache.allocator.allocate_n(missing).tolist()
@@ -59,9 +59,9 @@ def fold(a, b):
 
 
 def colliding_cache():
-    """A cache, and blocks of 8 tokens that have the same hash behind the first root: the seed of hashes is known.
+    """Return a cache with a known hash seed, and rows of 8 tokens with equal hashes below the first root.
 
-    The first two tokens make the first factor of a product 0, so the next two change no bit of the hash.
+    The first two tokens make a factor of a product 0, so the next two tokens change no bit of the hash.
     """
     seed, factor = 0, 2**63
     while factor & 0x8000000080000000:  # both tokens must be below 2**31
@@ -80,12 +80,12 @@ def test_equal_hashes_are_told_apart_by_tokens():
     for row, blocks in zip(rows[1:], held, strict=True):
         assert cache.match_prefix([*row, 9, 9]).tolist() == blocks
     assert cache.match_prefix(rows[0]).size == 0
-    assert cache.stats()["collisions"] >= before + 24  # the last look-up met each of them
+    assert cache.stats()["collisions"] >= before + 24  # the last look-up compared each of them
     cache.check()
 
 
 def test_equal_hashes_are_told_apart_by_the_prefix_before():
-    with patch("os.urandom", bytes):  # a seed of 0: the same tokens have one hash behind all prefixes
+    with patch("os.urandom", bytes):  # a seed of 0: equal tokens have equal hashes after any prefix
         cache = PrefixCache(BlockAllocator(64), block_size=2)
     held = [serve(cache, [a, a, b, b]) for a in range(5) for b in range(5)]
     for number, blocks in enumerate(held):
@@ -97,7 +97,7 @@ def test_equal_hashes_are_told_apart_by_the_prefix_before():
 
 
 def test_a_block_without_siblings_needs_no_hash():
-    """With all hashes equal, only those that have siblings, or had some, are looked at in vain."""
+    """With all hashes equal, only nodes that have or had siblings cause collisions."""
     cache, rows = colliding_cache()
     first, *others, unknown = rows[:5]
     path = serve(cache, [*first, *range(100, 340)])
@@ -173,7 +173,7 @@ def test_lru_evicts_from_the_head_of_what_was_used_longest_ago():
     cache.allocator.free(old + new)
     assert cache.evict(3) == 3
     assert cache.match_prefix([2] * 8).size == 0
-    assert cache.match_prefix([1] * 8).size == 0  # its first block has gone, the second cannot be reached
+    assert cache.match_prefix([1] * 8).size == 0  # its first block is evicted, the second is unreachable
     assert cache.num_cached == 1
 
 
@@ -205,8 +205,8 @@ def test_a_cached_block_that_nobody_uses_gives_its_place_to_one_in_use(cache):
 
 
 @pytest.mark.parametrize("blocks", [[-1, 0], [99, 0], [7, 0], [0, 0], [1, 0]])
-def test_what_is_no_block_in_use_takes_no_place(cache, blocks):
-    """A sequence whose window has moved on has no blocks for its first tokens any more."""
+def test_entries_that_are_not_blocks_in_use_are_skipped(cache, blocks):
+    """A sequence with a sliding window has no blocks for its first tokens."""
     found = serve(cache, [1] * 8)
     assert found == [0, 1]
     cache.allocator.free(found)
@@ -266,7 +266,7 @@ def test_nothing_stays_of_evicted_tenants(policy, prefixes):
     cache = PrefixCache(BlockAllocator(4), 1, policy)
     for tenant in range(100):
         cache.touch([1, 2, 3], cache_salt=tenant)
-    assert cache.stats()["nodes"] <= 2 * prefixes  # blocks and ghosts, and a root each
+    assert cache.stats()["nodes"] <= 2 * prefixes  # blocks and ghosts, plus a root for each prefix
     cache.check()
 
 
@@ -467,7 +467,7 @@ def test_blocks_known_to_be_cached_are_passed_over():
     blocks = allocator.allocate_n(4)
     prompt = [1, 2, 3, 4, 5, 6, 7, 8]
     assert cache.cache_blocks(prompt[:4], blocks) == 2
-    wrong = [9, 9, *prompt[2:]]  # only the last known block is looked at
+    wrong = [9, 9, *prompt[2:]]  # only the last known block is compared
     assert cache.cache_blocks(wrong[:6], blocks, start=2) == 1
     assert cache.cache_blocks(prompt, blocks, start=3) == 1
     assert cache.match_prefix(prompt).tolist() == blocks.tolist()
@@ -480,7 +480,7 @@ def test_what_is_not_cached_as_told_is_looked_up():
     first, second, third = (allocator.allocate_n(3) for _ in range(3))
     prompt = [1, 2, 3, 4, 5, 6]
     cache.cache_blocks(prompt[:4], first)
-    assert cache.cache_blocks(prompt, second, start=2) == 1  # its own two are not the cached ones
+    assert cache.cache_blocks(prompt, second, start=2) == 1  # its first two blocks are not the cached ones
     assert cache.match_prefix(prompt).tolist() == [*first[:2], second[2]]
     assert cache.cache_blocks(prompt, third, cache_salt="other", start=3) == 3
     with refuses(InvalidBlock, "block", 0):

@@ -1,4 +1,4 @@
-"""The compiled cache and the one in plain Python, step by step: equal answers, equal evictions, sound after each."""
+"""The compiled cache against the reference, step by step: equal results, equal evictions, valid invariants."""
 
 import os
 from unittest.mock import patch
@@ -15,10 +15,10 @@ from pagepool.reference import PrefixCache as PlainCache
 
 SALTS = st.sampled_from([None, "a", b"a", "", 0, False])
 KEYS = st.sampled_from([(), ("a",), ("a", "b"), ("ab",), (1,), ("1",), (True,)])
-# Few tokens, so that prompts share beginnings, and blocks by chance their tokens but not what precedes them.
+# Few token values, so that prompts share prefixes, and some blocks have equal tokens after different prefixes.
 TOKENS = st.lists(st.integers(0, 1), max_size=24)
 NAMES = ("num_cached", "evictable", "inserted")
-# `bytes` gives hashes a seed of 0: the same tokens then have one hash behind all prefixes.
+# `bytes` gives a hash seed of 0: equal tokens then have equal hashes after any prefix.
 URANDOM = st.sampled_from([bytes, os.urandom])
 PROMPTS = [[number >> bit & 1 for bit in range(4)] * 3 for number in range(16)]
 
@@ -36,7 +36,7 @@ class PrefixMachine(RuleBasedStateMachine):
         with patch("os.urandom", urandom):
             self.ours = PrefixCache(BlockAllocator(capacity), block_size, policy)
         self.plain = PlainCache(PlainAllocator(capacity), block_size, policy)
-        self.running = []  # the references of sequences: lists of blocks, the same on both sides
+        self.running = []  # blocks of each sequence, equal on both sides
 
     def both(self, method, *arguments, **names):
         got = getattr(self.ours, method)(*arguments, **names)
@@ -51,7 +51,7 @@ class PrefixMachine(RuleBasedStateMachine):
         start=st.sampled_from([0, 1, -1]),
     )
     def prompt(self, tokens, salt, keys, publish, start):
-        """As an engine serves it: match, make room, take the other blocks, cache them; the blocks are held."""
+        """Serve a prompt like an engine: match, evict, allocate the missing blocks, cache them; keep all blocks."""
         names = {"cache_salt": salt, "extra_keys": keys}
         blocks = self.both("match_prefix", tokens, **names).tolist()
         missing = -(-len(tokens) // self.block_size) - len(blocks)
@@ -160,7 +160,7 @@ def test_a_long_pass_agrees_with_the_reference(policy):
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("urandom", [bytes, os.urandom], ids=["collisions", "seed"])
 def test_long_runs_that_part_agree_with_the_reference(policy, urandom):
-    """Prompts that follow, leave and cut off others anywhere, some held while blocks are evicted and forgotten."""
+    """Prompts that extend, diverge from or truncate others, some held while blocks are evicted or discarded."""
     random = np.random.default_rng(11)
     with patch("os.urandom", urandom):
         ours = PrefixCache(BlockAllocator(90), 2, policy)
@@ -197,7 +197,7 @@ def test_long_runs_that_part_agree_with_the_reference(policy, urandom):
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_sessions_that_grow_by_turns_agree_with_the_reference(policy):
-    """A loop longer than the cache, with branches: much is learnt, groups come and go, found blocks wait in use."""
+    """A loop longer than the cache, with branches: many groups are learnt and dropped, and found blocks stay in use."""
     random = np.random.default_rng(3)
     ours, plain = PrefixCache(BlockAllocator(400), 1, policy), PlainCache(PlainAllocator(400), 1, policy)
     sessions = [random.integers(0, 1000, random.integers(20, 180)) for _ in range(12)]

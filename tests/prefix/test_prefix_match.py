@@ -1,4 +1,4 @@
-"""What `match_tokens` returns: blocks that go back by themselves, or to the sequence that adopts them."""
+"""The result of `match_tokens`: it frees its blocks automatically, or passes them to the sequence that adopts them."""
 
 import copy
 import gc
@@ -106,11 +106,11 @@ def test_nothing_found_is_a_match_too(cache):
 
 def test_blocks_that_someone_else_freed_are_named_and_the_rest_stays(cache):
     match = cache.match_tokens(PROMPT)
-    cache.allocator.free([1, 1])  # the reference of the match, and that of the cache
+    cache.allocator.free([1, 1])  # the references of the match and of the cache
     with refuses(InvalidBlock, 2):
         match.close()
     assert cache.allocator.ref_count(0) == 2
-    blocks, _ = match  # which would say the same of itself when it goes
+    blocks, _ = match  # otherwise the match would report the error again when it is freed
     cache.allocator.free(blocks[:1])
 
 
@@ -128,6 +128,6 @@ def test_a_held_match_pins_its_blocks(cache):
     match = cache.match_tokens([*PROMPT[:4], 9])
     assert (cache.evict(8), cache.num_cached, cache.evictable) == (1, 1, 0)
     cache.reset_prefix_cache()
-    assert cache.allocator.in_use == 1  # a match outlasts the cache's own reference
+    assert cache.allocator.in_use == 1  # the match keeps the block after the cache's reset
     match.close()
     assert cache.allocator.in_use == 0

@@ -1,4 +1,4 @@
-"""Calls of a prefix cache that are refused: type, names and numbers of the error, and that nothing has changed."""
+"""Refused calls of a prefix cache: type, names and numbers of the error; a refused call changes nothing."""
 
 import pytest
 from refusals import refuses
