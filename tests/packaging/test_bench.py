@@ -1,4 +1,4 @@
-"""The benchmarks of decode run and judge as they say; what they measure is not asserted."""
+"""The benchmarks of decode run and rate their results as documented. Measured times are not asserted."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ import pagepool
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"
 if not BENCH.is_dir():
-    pytest.skip("bench/ is not beside these tests", allow_module_level=True)
+    pytest.skip("needs bench/ of a checkout", allow_module_level=True)
 sys.path.append(str(BENCH))
 shapes = importlib.import_module("shapes")
 verdict = importlib.import_module("peers").verdict
@@ -26,7 +26,7 @@ needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the machine'
 
 
 def limit(tmp_path, *arguments):
-    """What `bench/limit.py` writes for the smallest shape and the least that can be measured."""
+    """Return the JSON of `bench/limit.py` for the smallest shape with minimal measuring time."""
     command = [sys.executable, "-W", "error", str(BENCH / "limit.py"), "--shape", "tiny", "--rounds", "1"]
     command += ["--seconds", "0.001", "--dtype", "bfloat16", "--json", str(tmp_path / "found.json"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
@@ -149,7 +149,7 @@ def test_every_dtype_holds_the_numbers_of_a_case_and_float64_is_right(tmp_path):
     case = common.Case("tiny", "bfloat16", str(tmp_path))
     exact = case.k * case.UNIT
     assert np.array_equal(exact, exact.astype(np.float16).astype(np.float32))
-    assert not (exact.view(np.uint32) & 0xFFFF).any()  # bfloat16 is the upper half
+    assert not (exact.view(np.uint32) & 0xFFFF).any()  # the values are exact in bfloat16
     seq, head = 1, 5
     keys, values = (x[seq, :, head // 4].astype(np.float64) / 64 for x in (case.k, case.v))
     weights = np.exp(keys @ case.q[seq, head].astype(np.float64) / 8)

@@ -1,4 +1,4 @@
-"""Every example in a docstring runs, in compiled modules too, and every public name has a docstring."""
+"""Every docstring example runs, also in compiled modules, and every public name has a docstring."""
 
 import ast
 import doctest
@@ -21,7 +21,7 @@ NAMES = sorted(
 )
 
 
-# Modules that are imported by those alone who have what they need.
+# Modules with an optional dependency; tests skip them without it.
 NEEDS = {
     "pagepool.integrations.transformers": "transformers",
     "pagepool.cluster.ray.deployments": "ray",
@@ -38,7 +38,7 @@ NEEDS = {
 
 
 def module_file(thing):
-    """The file of a thing's module, "" for what has none."""
+    """Return the file of an object's module, or "" for objects without one."""
     return getattr(importlib.import_module(getattr(thing, "__module__", "sys")), "__file__", "") or ""
 
 
@@ -49,7 +49,7 @@ def test_examples_run(name):
         pytest.skip(f"{missing[0]} is not installed")
     with warnings.catch_warnings():
         if any(name.startswith(part) for part in NEEDS):
-            warnings.simplefilter("ignore", DeprecationWarning)  # of what they need, such as Ray's pydantic
+            warnings.simplefilter("ignore", DeprecationWarning)  # warnings of dependencies, such as Ray's pydantic
         module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples of {name} failed"
@@ -70,7 +70,7 @@ def test_public_names_are_documented(name):
 
 
 def parameters_of(function):
-    """A function of a stub: {parameter: whether it must be given}."""
+    """Return {parameter: whether it is required} for a function of a stub."""
     args = function.args
     positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
     required = {name: i < len(positional) - len(args.defaults) for i, name in enumerate(positional)}
@@ -79,7 +79,7 @@ def parameters_of(function):
 
 
 def stub_of(thing):
-    """What the stub says of a compiled function, or of each method of a compiled class; overloads in one."""
+    """Return the parameters in the stub of a compiled function or of each method of a class; overloads are merged."""
     compiled = Path(module_file(thing))
     stub = compiled.with_name(compiled.name.partition(".")[0] + ".pyi")
     (node,) = [node for node in ast.parse(stub.read_text()).body if getattr(node, "name", None) == thing.__name__][:1]

@@ -1,7 +1,7 @@
-"""The examples of README.md and docs/ run as they stand: Python, Cython and C.
+"""The Python, Cython and C examples of README.md and docs/ run unchanged.
 
-The blocks of a document are one program, in order: a later block uses the names of an earlier one. A ```text block
-right behind an example is what it prints; an example without one prints nothing.
+The blocks of a document form one program, in order: a later block can use names of an earlier one. A ```text block
+directly after an example is its output. An example without such a block prints nothing.
 """
 
 import importlib.util
@@ -20,19 +20,19 @@ import pagepool
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(path for path in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")] if path.is_file())
 if not DOCUMENTS:
-    pytest.skip("neither README.md nor docs/ are beside these tests", allow_module_level=True)
+    pytest.skip("needs README.md or docs/ of a checkout", allow_module_level=True)
 EXAMPLE = re.compile(r"^```(python|cython|c)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL)
 COMPILER = next(filter(shutil.which, ["gcc", "cc", "clang"]), None)
 SETUP = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CC = re.compile(r"^    cc (.*)$", re.MULTILINE)
 
 
-# What the examples of a document need beside NumPy.
+# Dependencies of a document's examples other than NumPy.
 NEEDS = {"engine.md": "transformers", "transformers.md": "transformers"}
 
 
 def examples_of(path, *languages):
-    """(language, source, what it prints) of each example of a document, in order."""
+    """Return (language, source, expected output) of each example of a document, in order."""
     found = EXAMPLE.findall(path.read_text(encoding="utf-8"))
     return [example for example in found if example[0] in languages]
 
@@ -46,7 +46,7 @@ def run(command, folder):
     paths = os.pathsep.join(
         map(os.path.abspath, filter(None, [".", *os.environ.get("PYTHONPATH", "").split(os.pathsep)]))
     )
-    # The folder of the package under test, wherever the child runs.
+    # The child process imports the package under test from any folder.
     home = str(Path(pagepool.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([home, paths])}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
@@ -55,7 +55,7 @@ def run(command, folder):
 
 
 def compile_cython(path, source, folder):
-    """Makes the module `example` by the setup.py of the document, and imports it."""
+    """Build the module `example` with the setup.py of the document, and import it."""
     (folder / "example.pyx").write_text(source)
     (folder / "setup.py").write_text(*SETUP.findall(path.read_text(encoding="utf-8")))
     run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], folder)
@@ -81,7 +81,7 @@ def test_python_and_cython_examples_print_what_the_text_says(path, tmp_path):
     assert run([sys.executable, "-W", "error", "program.py"], tmp_path) == wanted
 
 
-@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="docs/ is not beside these tests")
+@pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs docs/ of a checkout")
 def test_the_engine_of_the_first_guide_survives_cancelled_requests_and_a_model_that_fails():
     examples = examples_of(ROOT / "docs/guide/getting-started.md", "python")
     names = {}
@@ -122,11 +122,11 @@ def test_c_examples_compile_and_print_what_the_text_says(path, tmp_path):
 def test_the_setup_of_the_guide_builds_a_whole_engine(tmp_path):
     guide, engine = ROOT / "docs/guide/c-and-cython.md", ROOT / "tests/foreign/engine.pyx"
     if not guide.is_file() or not engine.is_file():
-        pytest.skip("docs/ and tests/foreign are not beside these tests")
+        pytest.skip("needs docs/ and tests/foreign of a checkout")
     compile_cython(guide, engine.read_text(), tmp_path)
 
 
-@pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="README.md is not beside these tests")
+@pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs README.md of a checkout")
 def test_the_example_of_the_readme_is_short():
     ((_, source, _),) = examples_of(ROOT / "README.md", "python")
     assert len([line for line in source.splitlines() if line.strip()]) <= 20

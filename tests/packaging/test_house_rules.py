@@ -1,4 +1,4 @@
-"""The rules of the house, for every file of the checkout. Each test lists all offenders at once."""
+"""Project rules for every file of the checkout. Each test lists all violations at once."""
 
 import ast
 import re
@@ -22,7 +22,7 @@ TEXT = {path: path.read_text(encoding="utf-8") for path in SOURCES}
 COMPILED = [path for path in SOURCES if PACKAGE in path.parents and path.suffix in {".pyx", ".pxd"}]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(ROOT.glob("docs/**/*.md"))]
 UNFINISHED = re.compile(r"\b(?:TO" + "DO|FIX" + "ME|XX" + r"X|HA" + r"CK)\b")
-LONGEST = 740  # "about 700" lines: a file near the limit is still one idea, one well past it holds two
+LONGEST = 740  # "about 700" lines: a much longer file contains more than one idea
 IMPORT = re.compile(
     r"^\s*(?:from\s+(pagepool[\w.]*)\s+c?import\s+\(?([\w ,]+)|c?import\s+(pagepool[\w.]*))", re.MULTILINE
 )
@@ -34,13 +34,13 @@ def name_of(path):
 
 
 def layers():
-    """The table of pyproject.toml, lowest layer first: the names in each layer."""
+    """Return the names in each layer from the table of pyproject.toml, lowest layer first."""
     [table] = re.findall(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     return [re.findall(r"\w+", line) for line in reversed(re.findall(r'"(.*?)"', table))]
 
 
 def imports_of(path):
-    """The modules of pagepool that a file imports or cimports, examples in docstrings left out."""
+    """Yield the pagepool modules that a file imports or cimports, without imports in docstring examples."""
     for source, names, plain in IMPORT.findall(EXAMPLE.sub("", TEXT[path])):
         children = [f"{source}.{name.split()[0]}" for name in names.split(",") if name.split()]
         for name in [plain] if plain else children:
@@ -50,7 +50,7 @@ def imports_of(path):
 
 
 def test_compiled_modules_import_from_lower_layers():
-    """import-linter checks the .py files with the same table; it reads neither .pyx nor .pxd files."""
+    """import-linter checks the .py files with the same table; this test checks .pyx and .pxd files."""
     level = {name: number for number, names in enumerate(layers()) for name in names}
     wrong, graph = [], {}
     for path in COMPILED:

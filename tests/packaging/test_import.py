@@ -1,4 +1,4 @@
-"""What `import pagepool` loads: little beside NumPy, and nothing that only some calls need."""
+"""`import pagepool` loads NumPy and few other modules, and no module that only some calls need."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pagepool
 
-# Each takes as long to load as a whole folder of ours, and is needed by few: types, a trace, a plot.
+# Modules that are slow to import and rarely needed: for type annotations, traces, plots.
 NOT_AT_ONCE = {
     "Cython",
     "hashlib",

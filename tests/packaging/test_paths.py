@@ -1,4 +1,4 @@
-"""get_include and get_library_dir, in a checkout and in an installed package alike."""
+"""get_include and get_library_dir, in a checkout and in an installed package."""
 
 from pathlib import Path
 

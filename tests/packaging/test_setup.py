@@ -1,4 +1,4 @@
-"""What setup.py says where pagepool cannot be built."""
+"""Errors of setup.py on platforms where pagepool cannot be built."""
 
 import importlib.util
 import sys
@@ -9,7 +9,7 @@ from refusals import refuses
 
 SETUP = Path(__file__).parents[2] / "setup.py"
 if not SETUP.is_file():
-    pytest.skip("setup.py is a file of a checkout", allow_module_level=True)
+    pytest.skip("needs setup.py of a checkout", allow_module_level=True)
 
 
 @pytest.mark.parametrize(
