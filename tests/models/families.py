@@ -1,4 +1,4 @@
-"""Tiny models of many families, with random weights, and what transformers itself generates with them."""
+"""Tiny models of many families with random weights, and the tokens that transformers generates with them."""
 
 import functools
 
@@ -96,9 +96,9 @@ FAMILIES = {
     },
     "FalconH1": {**MAMBA, "mamba_d_ssm": 128, "head_dim": 16},
 }
-# Families that do what none of those above does.
+# Families with features that no family above has.
 OTHERS = {
-    # Layers of two shapes, and layers that attend to keys and values of others.
+    # Layers of two shapes, and layers that attend to keys and values of other layers.
     "Gemma4": {
         "num_hidden_layers": 6,
         "head_dim": 16,
@@ -110,7 +110,7 @@ OTHERS = {
         "num_kv_shared_layers": 2,
         "layer_types": 3 * ["sliding_attention", "full_attention"],
     },
-    # One attention module for several layers.
+    # One attention module shared by several layers.
     "Zamba2": {
         "num_hidden_layers": 6,
         "num_key_value_heads": 4,
@@ -125,12 +125,12 @@ OTHERS = {
         "chunk_size": 8,
         "use_mamba_kernels": False,
     },
-    # Layers that run twice, each time with keys and values of their own.
+    # Layers that run twice, with separate keys and values for each run.
     "Dory": {"n_input_layers": 1, "n_output_layers": 1, "head_dim": 16, "sliding_window": 32},
     # A convolution without a recurrent state.
     "Lfm2": {"full_attn_idxs": [1], "conv_L_cache": 3},
 }
-# One of each kind: full attention, windows beside it, latents, recurrent layers beside it.
+# One family of each kind: full attention, full attention and windows, latents, full attention and recurrent layers.
 QUICK = {"Llama", "Gemma3", "DeepseekV3", "Bamba"}
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma4": "Gemma4TextConfig"}
 NO_SUCH_SIZE = {
@@ -143,12 +143,12 @@ NO_SUCH_SIZE = {
     },
     "Mamba2": {"intermediate_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"},
 }
-LENGTHS = (5, 17, 9, 70, 33, 130, 16, 1)  # of the prompts: shorter and longer than a block and than a window
+LENGTHS = (5, 17, 9, 70, 33, 130, 16, 1)  # of prompts: shorter and longer than a block and than a window
 NEW_TOKENS = 64
 
 
 def tiny_model(family, **changes):
-    """A model of a family in float32 on the CPU, whose greedy tokens vary: the same one each time."""
+    """Return a float32 CPU model of a family, the same for each call. Its greedy tokens are not constant."""
     sizes = {name: size for name, size in SIZES.items() if name not in NO_SUCH_SIZE.get(family, ())}
     config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
         **{**sizes, **FAMILIES.get(family, {}), **OTHERS.get(family, {}), **changes}
@@ -163,18 +163,18 @@ def tiny_model(family, **changes):
 
 
 def each(families):
-    """The families as parameters of a test, of which `make test-models QUICK=1` takes one of each kind."""
+    """Return the families as parameters of a test. `make test-models QUICK=1` runs one family of each kind."""
     return [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in families]
 
 
 def prompts(lengths=LENGTHS, seed=1):
-    """Lists of token ids."""
+    """Return lists of random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, 900, (length,), generator=generator).tolist() for length in lengths]
 
 
 def padded(rows):
-    """Rows of ids, padded on the left, and their attention mask: (rows, longest) each."""
+    """Return the rows padded on the left, and their attention mask: (rows, longest) each."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -183,7 +183,7 @@ def padded(rows):
 
 @functools.cache
 def eager_tokens(family):
-    """What transformers generates greedily with eager attention, each prompt alone: a list of ids for each."""
+    """Return transformers' greedy tokens with eager attention, each prompt alone: a list of ids per prompt."""
     model = tiny_model(family)
     return [
         model.generate(

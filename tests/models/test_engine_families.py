@@ -1,4 +1,4 @@
-"""The engine generates what transformers generates, for every family, and leaves nothing behind."""
+"""For every family the engine generates the same tokens as transformers, and leaves no block in use."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""`pagepool generate` and `pagepool serve` as they are started, with the tiny model of the repository."""
+"""`pagepool generate` and `pagepool serve` on the command line, with the tiny model of the repository."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ TINY = ROOT / "bench" / "tiny_llama"
 for name in ("torch", "transformers", "jinja2"):
     pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
 if not (TINY / "model.safetensors").is_file():
-    pytest.skip("bench/tiny_llama is not beside these tests", allow_module_level=True)
+    pytest.skip("needs bench/tiny_llama of a checkout", allow_module_level=True)
 
 SECONDS = 120
 
@@ -38,14 +38,14 @@ def one_thread(monkeypatch):
 
 
 def run(capsys, *arguments):
-    """The command in this process: its exit code, output and errors."""
+    """Run the command in this process; return exit code, stdout and stderr."""
     code = cli.main(["generate", "--threads", "1", *arguments])
     found = capsys.readouterr()
     return code, found.out, found.err
 
 
 def start(*arguments, env=None, **options):
-    """`pagepool` in a process of its own."""
+    """Run `pagepool` in a separate process."""
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
     environment.update(env or {})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -262,7 +262,7 @@ def test_a_chat_forgets_its_oldest_turns_when_the_context_is_full():
     assert len(lengths) == 6 and all(length + 8 <= 1024 for length in lengths)
     assert lengths[0] < lengths[1] < lengths[2] and dropped
     turn = lengths[1] - lengths[0]
-    assert lengths[-1] + turn + 8 > 1024  # no more turns are dropped than must be
+    assert lengths[-1] + turn + 8 > 1024  # no more turns are dropped than necessary
 
 
 def test_a_chat_begins_anew_after_reset():
@@ -282,7 +282,7 @@ def test_a_chat_on_a_terminal_greets_and_edits_lines():
     shown = ""
 
     def type_in(keys):
-        """Wait for the prompt, then press these keys."""
+        """Wait for the prompt, then send these keys."""
         nonlocal shown
         while not shown.endswith("> "):
             assert select.select([ours], [], [], SECONDS)[0], shown
@@ -293,7 +293,7 @@ def test_a_chat_on_a_terminal_greets_and_edits_lines():
     try:
         greeting = process.stderr.readline()
         assert "tiny_llama" in greeting and "Ctrl-D" in greeting and "/reset" in greeting
-        type_in(b"pen a file\x01o\r")  # Ctrl-A: to the beginning of the line
+        type_in(b"pen a file\x01o\r")  # Ctrl-A: start of the line
         type_in(b"\x1b[A\r")  # the arrow up: the line before
         type_in(b"\x04")
         assert process.wait(SECONDS) == 0
@@ -314,7 +314,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat():
     line = process.stderr.readline()
     try:
         assert "prompt tokens cached" in line, line
-        for _ in range(5):  # CPython does not see one that comes just before it begins to wait for a line
+        for _ in range(5):  # CPython misses a signal that arrives just before it waits for a line
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(SECONDS / 5)
@@ -326,7 +326,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_chat():
 
 
 def served(*arguments):
-    """`pagepool serve` at a free port, and its address."""
+    """Start `pagepool serve` at a free port; return its process and address."""
     pytest.importorskip("uvicorn", reason="uvicorn is not installed: make test-models")
     pytest.importorskip("httpx", reason="httpx is not installed: make test-models")
     process = start("serve", "--port", "0", "--threads", "1", "--no-access-log", *arguments)

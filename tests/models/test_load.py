@@ -1,4 +1,4 @@
-"""A thousand requests that are cancelled, abandoned and cut off, over a pool too small by half: nothing is left."""
+"""A thousand cancelled, abandoned and cut off requests with half of the needed blocks leave nothing in use."""
 
 import asyncio
 import gc
@@ -19,7 +19,7 @@ for name in ("starlette", "uvicorn", "prometheus_client", "httpx", "openai"):
     pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
 BENCH = Path(__file__).parents[2] / "bench"
 if not BENCH.is_dir():
-    pytest.skip("bench/ is not beside these tests", allow_module_level=True)
+    pytest.skip("needs bench/ of a checkout", allow_module_level=True)
 sys.path.append(str(BENCH))
 
 from fake_runner import Bytes, FakeRunner  # noqa: E402
@@ -36,14 +36,14 @@ REQUESTS = 1000
 WAYS = ("whole", "in a coroutine", "cancelled", "abandoned", "never read", "coroutine cancelled")
 THREADS = 8
 TOKENS = 24
-# They share no beginning, which would need room once only.
+# The prompts have no common prefix: shared blocks would need less memory.
 PROMPTS = [f"{number} def function(argument):\n    return argument\n" for number in range(100)]
-# Half of what the requests of all threads need at their longest.
+# Half of the blocks that the longest requests of all threads need.
 BLOCKS = THREADS * -(-(len(PROMPTS[-1]) + TOKENS) // 4) // 2
 
 
 def ask(engine, choice):
-    """One request in one of several ways; returns which, and whether it came out as it should."""
+    """Send one request, end it in one of several ways, and check its result; return the way."""
     way = choice.choice(WAYS)
     prompt = choice.choice(PROMPTS)
     generation = engine.submit(
@@ -115,7 +115,7 @@ def test_a_thousand_requests_in_process_leave_nothing():
         assert stats["ended"]["abort"] > 100 and stats["scheduler"]["preemptions"] > 0
     assert set(ways) == set(WAYS) and sum(ways.values()) >= REQUESTS - 2 * THREADS
     assert sizes[1] - sizes[0] < 100_000
-    # `isinstance` would read __class__, which some objects of torch answer with a warning.
+    # `isinstance` reads __class__, which makes some torch objects warn.
     assert not [thing for thing in gc.get_objects() if type(thing) is Generation]
 
 

@@ -1,4 +1,4 @@
-"""What libgomp's workers do while an engine computes. Counts threads, in processes of their own."""
+"""libgomp's worker threads while an engine computes: their number, in separate processes."""
 
 import os
 import subprocess

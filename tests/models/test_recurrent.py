@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence in the slots of a step, beside the functions that transformers has for it."""
+"""Mamba-2's recurrence in the slots of a step, compared with the functions of transformers."""
 
 import importlib
 import threading
@@ -24,7 +24,7 @@ FAMILIES = ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "z
 
 
 def arguments(rows, groups, gated, heads=HEADS, dim=DIM):
-    """What a mixer hands over for one token of each sequence, expanded as it expands them."""
+    """Return the arguments of a mixer for one token of each sequence, expanded like a mixer does."""
 
     def random(*shape):
         return torch.randn(*shape, generator=generator)
@@ -65,7 +65,7 @@ def test_a_step_is_that_of_transformers_in_any_slots(slots, groups, gated):
 
 
 def test_bits_of_a_sequence_do_not_depend_on_the_others():
-    # Whole pairs of vectors, as in real models: torch computes the elements after the last pair by another exp.
+    # Dims in whole pairs of vectors, as in real models: torch uses a different exp after the last pair.
     heads, dim = 32, 16
     given = arguments(4, 2, True, heads, dim)
     states = torch.randn(SLOTS, heads, dim, SIZE, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""OpenAI's clients against the app: answers, streams, errors, limits, disconnects. No model: tokens are bytes."""
+"""OpenAI's clients against the app without a model: answers, streams, errors, limits, disconnects. Tokens are bytes."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ from pagepool.serve.protocol import KNOWN, UNSUPPORTED  # noqa: E402
 SECONDS = 60
 MOST = 200  # connections
 JSON = b"content-type: application/json\r\n"
-# Values of all types, near the ends of their ranges.
+# Values of all types, near the limits of their ranges.
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -51,7 +51,7 @@ def wait_until(condition):
 
 
 class Served:
-    """An engine behind HTTP: its address, clients of OpenAI and raw requests."""
+    """An engine behind HTTP: its address, OpenAI clients and raw requests."""
 
     def __init__(self, engine, port):
         self.engine, self.port = engine, port
@@ -205,7 +205,7 @@ def test_log_probabilities_of_impossible_tokens_are_json():
 
 
 def of_prompt(served, prompt, count):
-    """The log probabilities of a prompt by the library."""
+    """Return the log probabilities of a prompt, computed by the library."""
     params = SamplingParams(1, prompt_logprobs=count)
     return served.engine.submit(prompt, params).result(SECONDS).prompt_logprobs[1:]
 
@@ -284,7 +284,7 @@ def test_the_default_length_is_cut_to_the_room_and_a_given_one_is_not(served):
 
 def test_the_model_s_own_defaults_are_those_of_requests():
     class Model:
-        """Has itself for its generation_config."""
+        """A config that is its own generation_config."""
 
         eos_token_id = None
 
@@ -435,12 +435,12 @@ def test_whatever_a_request_has_it_gets_an_answer_or_one_sentence(served, is_cha
     assert response.status_code in (200, 400, 404), response.text
     if response.status_code != 200:
         message = response.json()["error"]["message"]
-        # Not what Python says of a value that nobody has checked.
+        # Not Python's own error for an unchecked value.
         assert message and not re.search(r"object is|operand|unexpected|concatenate", message), message
     assert served.engine.is_accepting
 
 
-def test_what_asks_for_nothing_is_taken(served):
+def test_parameters_without_effect_are_accepted(served):
     response = served.post(
         prompt="x",
         max_tokens=2,
@@ -492,7 +492,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(slow):
 
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
 def test_a_server_that_says_in_either_way_that_the_client_has_left_cancels(version):
-    """Before ASGI 2.4 a message says so, from then on `send` raises."""
+    """Before ASGI 2.4 a disconnect is a message; since 2.4 `send` raises."""
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1"}
     scope |= {"method": "POST", "path": "/v1/completions", "raw_path": b"/", "query_string": b""}
     scope["headers"] = [(b"content-type", b"application/json")]
@@ -538,7 +538,7 @@ def test_many_clients_get_their_own_answers(served):
 
 
 class Slow(Bytes):
-    """Tokenizes only while it may, and counts the texts."""
+    """Records texts; texts that begin with "slow" wait for the event `may`."""
 
     def __init__(self):
         self.may, self.seen = threading.Event(), []
@@ -569,7 +569,7 @@ def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized():
         assert served.post(prompt="x" * 399, max_tokens=1).status_code == 200
 
 
-def test_texts_that_are_tokenized_count_for_the_limit_and_hold_nobody_up():
+def test_texts_in_tokenization_count_towards_the_limit_and_block_no_other_request():
     tokenizer = Slow()
     with serving(FakeRunner(), tokenizer, max_requests=3) as served, ThreadPoolExecutor(2) as threads:
         slow = [threads.submit(served.post, prompt=f"slow {number}", max_tokens=1) for number in range(2)]
@@ -582,8 +582,8 @@ def test_texts_that_are_tokenized_count_for_the_limit_and_hold_nobody_up():
         assert served.post(prompt=[1, 2], n=2).status_code == 200
 
 
-def test_words_are_tokenized_beside_submitting():
-    """They wait for one of the tokenizers, and nobody waits for them."""
+def test_bad_words_are_tokenized_outside_of_submit():
+    """They wait for a free tokenizer, and no other request waits for them."""
     tokenizer = Slow()
     with serving(FakeRunner(), tokenizer) as served, ThreadPoolExecutor(3) as threads:
         slow = [threads.submit(served.post, prompt=f"slow {number}", max_tokens=1) for number in range(2)]
@@ -604,7 +604,7 @@ def test_a_text_whose_client_has_left_is_not_tokenized():
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (JSON, len(body))
             client.sendall(head + body)
         wait_until(lambda: len(tokenizer.seen) == 2)
-        time.sleep(0.2)  # until the server has read all of them
+        time.sleep(0.2)  # until the server has read all requests
         for client in clients:
             client.close()
         time.sleep(0.2)
@@ -632,7 +632,7 @@ def test_a_full_queue_gets_429_and_the_others_go_on():
 @pytest.mark.parametrize("n", [1, 2])
 def test_requests_that_come_at_one_moment_do_not_pass_the_limit(n):
     class Slow(Bytes):
-        """All requests are there before the first one is encoded."""
+        """So slow that all requests arrive before the first one is encoded."""
 
         def __call__(self, text, **options):
             time.sleep(0.01)
@@ -677,7 +677,7 @@ def test_a_limit_of_prompts_can_be_set():
         assert error["message"] == "the prompt is too long: 11 tokens, the limit of the server is 10"
         assert error["code"] == "context_length_exceeded"
         error = served.post(prompt="x" * 10, max_tokens=1000).json()["error"]
-        assert "256" in error["message"]  # tokens of the pool
+        assert "256" in error["message"]  # the pool's capacity in tokens
 
 
 def test_a_model_that_fails_is_logged_and_its_text_is_not_sent(caplog):
@@ -692,7 +692,7 @@ def test_a_model_that_fails_is_logged_and_its_text_is_not_sent(caplog):
         assert "secret" not in str(caught.value)
         assert served.post(prompt="x", max_tokens=3).status_code == 200
     logged = [record for record in caplog.records if record.name == "pagepool"]
-    # Of each failed step the engine logs its own ids, and the server the id that the client got.
+    # For each failed step the engine logs its request ids, and the server logs the id that the client received.
     messages = [record.getMessage() for record in logged]
     assert len(messages) == 4 and ["mine" in text for text in messages] == [True, True, False, False]
     assert name in messages[3]

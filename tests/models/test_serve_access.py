@@ -1,4 +1,4 @@
-"""Who is answered: API keys, Host, Origin, media types, priorities; connections whose client is slow."""
+"""Access to the server: API keys, Host, Origin, media types, priorities; connections of slow clients."""
 
 import logging
 import socket
@@ -107,7 +107,7 @@ def test_pages_of_other_sites_are_refused(served):
     response = served.http.get("/v1/models", headers={"origin": "https://good.example"})
     assert response.is_success and response.headers["access-control-allow-origin"] == "https://good.example"
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    with httpx.Client(base_url=served.url) as browser:  # it asks before it sends a key
+    with httpx.Client(base_url=served.url) as browser:  # a browser sends a preflight request without a key
         for origin, status in (("https://good.example", 200), ("https://evil.example", 400)):
             response = browser.options("/v1/completions", headers={"origin": origin, **asked})
             assert response.status_code == status
@@ -163,7 +163,7 @@ def test_every_answer_has_an_id_and_a_line_in_the_access_log(served, caplog):
 
 
 def is_closed(sock):
-    """Whether the other side closes, within `SECONDS`; what it sends is read."""
+    """Read until the other side closes; return whether it does so within `SECONDS`."""
     sock.settimeout(SECONDS)
     try:
         while sock.recv(1 << 16):
@@ -193,7 +193,7 @@ def test_a_connection_without_complete_headers_is_closed(open_server, monkeypatc
         begin = time.monotonic()
         assert is_closed(sock) and time.monotonic() - begin < (
             8 if whole and not begun else 4
-        )  # idle ones are closed after 5 s
+        )  # idle connections are closed after 5 s
 
 
 def test_a_body_that_does_not_come_is_given_up(open_server, monkeypatch):
@@ -209,7 +209,7 @@ def test_a_body_that_does_not_come_is_given_up(open_server, monkeypatch):
 
 
 def too_large(port, size, sent):
-    """A connection that has said that `size` bytes come, and has sent `sent` of them."""
+    """Return a connection that has announced a body of `size` bytes and sent `sent` of them."""
     sock = socket.create_connection(("127.0.0.1", port))
     sock.settimeout(SECONDS)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (JSON, size)
@@ -218,7 +218,7 @@ def too_large(port, size, sent):
 
 
 def test_a_client_that_sends_too_much_sees_why(open_server):
-    """It sends all of it before it reads. The connection takes a further request."""
+    """It sends the whole body before it reads. The connection then accepts another request."""
     with too_large(open_server.port, 64 << 20, 64 << 20) as sock:
         answer = b""
         while b"bytes" not in answer:
@@ -248,7 +248,7 @@ def test_more_connections_than_allowed_are_refused(monkeypatch):
 
 
 def test_a_client_that_does_not_read_is_left(open_server, monkeypatch):
-    """Its stream ends, and its connection; one that reads slowly gets all of it."""
+    """Its stream and connection end. A client that reads slowly gets the whole stream."""
     monkeypatch.setattr(connections, "WRITE_SECONDS", 0.5)
     body = b'{"prompt": "x", "max_tokens": 4000, "stream": true, "logprobs": 20, "n": 4, "ignore_eos": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n%bcontent-length: %d\r\n\r\n" % (JSON, len(body))

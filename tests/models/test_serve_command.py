@@ -1,4 +1,4 @@
-"""`pagepool serve` as a process: keys, sockets, TLS, what it says while it loads and while it runs."""
+"""`pagepool serve` as a process: keys, sockets, TLS, and its responses while it loads and runs."""
 
 import os
 import re
@@ -89,7 +89,7 @@ def test_a_file_or_size_that_cannot_be_used_gets_one_sentence(tmp_path, capsys):
 
 def test_a_unix_socket_is_for_its_owner_and_gone_at_the_end(tmp_path):
     path = tmp_path / "socket"
-    for _ in range(2):  # a socket that a killed server has left is replaced
+    for _ in range(2):  # a stale socket of a killed server is replaced
         process, name, _ = served("--uds", str(path))
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.example") as client:

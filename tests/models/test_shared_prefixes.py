@@ -1,4 +1,4 @@
-"""Prompts that begin alike, for models with windows and recurrent states: what is computed, and what stays behind."""
+"""Prompts with shared prefixes, for models with windows and recurrent states: computed tokens, blocks left in use."""
 
 import random
 
@@ -14,7 +14,7 @@ from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
 from pagepool.integrations.transformers import release, use  # noqa: E402
 
-# A window, windows beside full attention, recurrent states alone, and beside full attention.
+# Windows, windows and full attention, recurrent states, recurrent states and full attention (two models).
 FAMILIES = ["Mistral", "Gemma3", "Mamba2", "Bamba", "Qwen3Next"]
 NUM_GROUPS = {"Gemma3": 4}
 SECONDS = 300
@@ -28,7 +28,7 @@ def one_thread(monkeypatch):
 
 
 def generated(engine, asked, at_once):
-    """The results of these prompts, one after the other or at once."""
+    """Return the results of these prompts, submitted one after another or at once."""
     if at_once:
         running = [engine.submit(prompt, SamplingParams(12)) for prompt in asked]
         return [generation.result(SECONDS) for generation in running]
@@ -36,7 +36,7 @@ def generated(engine, asked, at_once):
 
 
 def without_sharing(model, asked):
-    """Tokens of an engine that computes every prompt from its beginning."""
+    """Return the tokens of an engine without a prefix cache."""
     with Engine(model, prefix_cache=False) as engine:
         return [generation.token_ids for generation in generated(engine, asked, at_once=False)]
 
@@ -62,7 +62,7 @@ def test_a_second_request_computes_only_what_is_new(family):
 
 @pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_conversation_goes_on_from_its_last_answer(family):
-    """Recurrent states are kept at whole blocks: of the answer where it ends with one, else where the prompt did."""
+    """Recurrent states are kept at block borders: at the end of the answer if it is one, otherwise in the prompt."""
     model = tiny_model(family)
     with Engine(model) as engine:
         for first, pages, state in ((LONG[:37], 48, 48), (LONG[50:80], 32, 16)):
@@ -98,7 +98,7 @@ def test_a_salt_shares_nothing(family):
 
 @pytest.mark.parametrize("family", each(["Mistral", "Gemma3", "Bamba"]))
 def test_a_pool_that_is_full_changes_no_token(family):
-    """Cached blocks go, requests are preempted and cancelled, and come again."""
+    """Cached blocks are evicted, requests are preempted, cancelled and repeated."""
     model, choice = tiny_model(family), random.Random(family)
     asked = [LONG[: choice.randint(60, 130)] + prompts((choice.randint(1, 30),), seed=choice.randint(0, 3))[0]
              for _ in range(16)]  # fmt: skip
@@ -135,7 +135,7 @@ def test_batches_of_a_model_in_use_share_prefixes(family, block_size):
         fed.clear()
     assert counts == [130 + 7, 2 + 7, 22 + 7]
     assert runner.states is None or runner.states.used_count == 0
-    # `generate` takes the blocks that only the prefix cache has, and leaves none.
+    # `generate` evicts all blocks that only the prefix cache holds.
     one = model.generate(torch.tensor([LONG]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 130:].tolist()
     del runner.run
     release(model)

@@ -1,4 +1,4 @@
-"""Log probabilities over HTTP: texts and bytes of tokens as tokenizers have them, and what JSON can hold."""
+"""Log probabilities over HTTP: texts and bytes of tokens for several tokenizers, and values that JSON can represent."""
 
 import json
 import math
@@ -20,7 +20,7 @@ ANY = Request([], is_chat=False, model=None)
 
 
 def sentence_piece():
-    """As Llama 2 has it: the decoder strips a space at the beginning."""
+    """A tokenizer like Llama 2's: the decoder strips a leading space."""
     pieces = ["<unk>", "\u2581the", "\u2581train", "train", "\u2581stops", *(f"<0x{byte:02X}>" for byte in range(256))]
     base = Tokenizer(models.WordLevel({piece: place for place, piece in enumerate(pieces)}, unk_token="<unk>"))
     base.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -91,7 +91,7 @@ def test_parts_of_characters_do_not_overwrite_each_other():
 def test_impossible_tokens_have_a_number_that_json_can_hold(kind):
     row = [Token(1, " the", -math.inf, {2: -0.0, 3: -math.inf})]
     found = json.dumps(kind("m", TokenTexts(byte_level()[0]), ANY).logprobs(row, 0), allow_nan=False)
-    assert found.count("-9999.0") == 3  # the token, again among the most likely ones, and one of these
+    assert found.count("-9999.0") == 3  # the drawn token, its copy in the top tokens, and another top token
 
 
 class Alone:

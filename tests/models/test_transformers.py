@@ -1,4 +1,4 @@
-"""Models of transformers over pages give the tokens that they give by themselves."""
+"""Models of transformers generate the same tokens over pages as with their own caches."""
 
 import gc
 
@@ -34,7 +34,7 @@ def one_thread():
 
 @pytest.fixture
 def in_use():
-    """Makes models that are in use, and releases them."""
+    """Return a function that makes models with pages. They are released after the test."""
     models = []
 
     def make(family, **options):
@@ -54,7 +54,7 @@ def greedy_batch(model, inputs, new_tokens=NEW_TOKENS):
 
 
 def assert_nothing_is_left(runner, prefix_cache=None):
-    """No block but those of the prefix cache, and no slot, is in use."""
+    """Check that only the prefix cache holds blocks, and that no slot is in use."""
     if runner.pool is not None:
         runner.pool.allocator.check()
         assert runner.pool.allocator.in_use == (0 if prefix_cache is None else prefix_cache.num_cached)
@@ -91,7 +91,7 @@ def test_families_that_do_what_others_do_not_give_the_tokens_of_eager_attention(
 
 @pytest.mark.parametrize("family", each(FAMILIES))
 def test_eager_tokens_vary(family):
-    """Equal tokens would prove little where a model repeats one."""
+    """Comparing tokens would prove little if a model repeated one token."""
     assert all(len(set(row)) > 5 for row in eager_tokens(family))
 
 

@@ -1,4 +1,4 @@
-"""What `use` changes in a model, what it shares between calls, what it refuses, and what `release` puts back."""
+"""`use` and `release`: changes to a model, state shared between calls, refused models, restoration."""
 
 import gc
 import re
@@ -38,7 +38,7 @@ def llama():
 
 
 def count_fed(runner, call):
-    """Tokens that `call` has the model compute, and what it returns."""
+    """Return the result of `call` and the number of tokens that the model computes in it."""
     fed = []
     forward = runner.forward
 
@@ -64,7 +64,7 @@ def test_a_second_call_computes_only_what_is_new(llama):
     assert fed == 70 + 7
     longer = torch.tensor([[*first[0].tolist(), 11, 12]])
     _, fed = count_fed(runner, lambda: llama.generate(longer, max_new_tokens=1, **GREEDY))
-    assert fed == 80 - 64  # four blocks of 16 were kept
+    assert fed == 80 - 64  # four blocks of 16 were cached
     outputs, fed = count_fed(runner, lambda: llama.generate_batch([prompt], batch_config()))
     assert outputs["req_0"].generated_tokens == first[0, 70:].tolist()
     assert fed == 70 - 64 + 7
@@ -225,7 +225,7 @@ def test_states_have_no_more_rows_than_asked_for():
 
 
 def greedy(model, inputs, new_tokens):
-    """Tokens of each prompt: of a batch where the model is in use, else one by one."""
+    """Return the tokens of each prompt: as a batch if the model uses pages, otherwise one by one."""
     if hasattr(model, "_pagepool_runner"):
         outputs = model.generate_batch(inputs, batch_config(max_new_tokens=new_tokens))
         return [output.generated_tokens for output in outputs.values()]
@@ -285,7 +285,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(family):
 
 
 def test_a_plain_forward_beside_one_over_pages_is_never_wrong(llama):
-    """The attention function is looked up in the model's config, which is one for all threads."""
+    """The attention function is selected by the model's config, which all threads share."""
     runner = ModelRunner(llama, num_blocks=16)
     errors = []
 
@@ -313,7 +313,7 @@ def test_a_plain_forward_beside_one_over_pages_is_never_wrong(llama):
 def test_two_models_and_two_threads_at_once():
     families = ("Llama", "Qwen3", "Llama", "Bamba")
     models = [tiny_model(family) for family in families]
-    models[2] = models[0]  # two threads on one model
+    models[2] = models[0]  # two threads share this model
     for model in (models[0], models[1], models[3]):
         use(model, num_blocks=128)
     found = [None] * len(models)
@@ -505,7 +505,7 @@ OTHER_FAMILIES = {
     ),
     "DogeForCausalLM": ({}, "DogeAttention makes its mask itself, and pages need to know its window"),
     "Llama4ForCausalLM": ({"attention_chunk_size": 16}, "a mask that is not a causal window of 16 at query"),
-    # Its attention asks the cache how many tokens it has seen, which differs from row to row of a batch.
+    # Its attention uses the number of tokens in the cache, which differs between the rows of a batch.
     "Llama4 without chunks": (
         {"layer_types": 4 * ["full_attention"], "no_rope_layers": 4 * [0], "num_local_experts": 2, "head_dim": 16},
         "its logits over pages differ from its own by",
@@ -514,14 +514,14 @@ OTHER_FAMILIES = {
         {"sliding_window": 8, "ffn_dim": 96, "hidden_act": "silu"},
         "layer 0 sees all tokens, and its own cache keeps 8",
     ),
-    # Positions of its own: from the length of the cache, and behind that of padding.
+    # Positions from the length of the cache; positions after the padding index.
     "BartForCausalLM": (
         {"encoder_layers": 4, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96},
         "it takes positions from the number of tokens in its cache, which differs from sequence to sequence",
     ),
     "RobertaForCausalLM": ({"is_decoder": True}, "its logits over pages differ from its own by"),
     "MiniMaxForCausalLM": ({"head_dim": 16}, "its forward raised ValueError: MiniMax uses cache of its own"),
-    # Layers that run twice, and store only what the second run computes.
+    # Layers that run twice and store keys and values of the second run only.
     "DoryForCausalLM": (
         {"n_input_layers": 1, "n_output_layers": 1, "head_dim": 16, "recurrent_kv_cache_mode": "last_loop"},
         "DoryAttention attends to keys that it does not store in the cache",
@@ -544,7 +544,7 @@ def test_a_model_that_pages_cannot_serve_is_refused_by_name(name):
 
 
 def test_a_model_that_computes_something_else_over_pages_is_refused(llama):
-    """Whatever the reason: its logits are compared before it may run."""
+    """Its logits are compared before it may run, so any difference is found."""
     attention = llama.model.layers[1].self_attn
     own = attention.forward
 
@@ -561,7 +561,7 @@ def test_a_model_that_computes_something_else_over_pages_is_refused(llama):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_found_whether_recurrent_layers_go_on_with_several_tokens(dtype):
-    """Rounding to bfloat16 is about as large as the mistake that a chunk makes of a state that it overlooks."""
+    """In bfloat16 the rounding error is about as large as the error of a chunk that ignores the state."""
     for family, takes_chunks in (("Jamba", False), ("Bamba", True)):
         assert try_out(tiny_model(family).to(getattr(torch, dtype))).takes_chunks is takes_chunks
 
