@@ -6,7 +6,7 @@ from trace_bytes import lines_of
 
 @pytest.fixture
 def make_trace(tmp_path):
-    """Writes a trace from records, or from raw bytes, and returns its path."""
+    """Return a function that writes a trace from records, or from raw bytes, and returns its path."""
 
     def make(records, name="trace.ptrace", compress=False, **header):
         data = records if isinstance(records, bytes) else lines_of(records, **header)

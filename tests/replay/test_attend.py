@@ -1,4 +1,4 @@
-"""`--attend`: every token is stored in every layer, and every decode reads all that its sequence has."""
+"""`--attend`: every token is stored in every layer, and every decode reads all tokens of its sequence."""
 
 import json
 
@@ -17,7 +17,7 @@ SMALL = Geometry(num_layers=3, num_qo_heads=4, num_kv_heads=2, head_dim=16)
 
 
 class Recorder:
-    """Stands where `pagepool` does, and checks what passes through."""
+    """A stand-in for the module `pagepool` that checks and records the calls of `decode`."""
 
     BlockTables = BlockTables
 
@@ -54,7 +54,7 @@ def test_every_layer_stores_and_reads_every_token(make_trace, dtype):
     replay = Replay(read_trace(path), config, MeteredBlockManager(pool.allocator, 4), CostModel(), attention)
     replay.run()
     assert stored and all(stored)
-    # Decodes of A see 11, 12, 13 tokens, those of B 8 and 9; the first token comes from the prompt.
+    # Decodes of A read 11, 12, 13 tokens, decodes of B 8 and 9. Prefill gives the first token.
     per_layer = 11 + 12 + 13 + 8 + 9
     assert memory.read == 3 * per_layer
     element = 4 if dtype == "float32" else 2

@@ -1,4 +1,4 @@
-"""The prefix cache under the virtual clock: what is found need not be read, and outputs serve the next turn."""
+"""The prefix cache under the virtual clock: cached tokens are not computed, and outputs are hits for the next turn."""
 
 import json
 
@@ -19,7 +19,7 @@ def run(capsys, path, *arguments):
 
 
 def session(*requests):
-    """Requests as (prompt, output, runs), a second of thought between them."""
+    """Return a session of requests (prompt, output, runs), with a think time of one second between them."""
     return {"s": "a", "r": [[at, prompt, output, 1, 1, runs] for at, (prompt, output, runs) in enumerate(requests)]}
 
 
@@ -29,10 +29,10 @@ def test_tokens_are_equal_where_prefixes_are(make_trace):
         session((9, 4, [0, 2])),
     ]
     tokens = TraceTokens(read_trace(make_trace(records, unit="s", block=4), prefixes=True))
-    requests = [tokens.of(index) for index in (0, 2, 3, 1)]  # by arrival the second session's comes after the first's
+    requests = [tokens.of(index) for index in (0, 2, 3, 1)]  # the second session's request arrives after the first one
     (first, answer), (second, _), (third, rest), (other, nothing) = requests
     assert first == [1, 1, 1, 1, 2, 2, 2, 2, 3] and [next(answer) for _ in range(6)] == [3, 3, 3, 4, 0, 0]
-    own = 2**31 - 1  # less the number of the request: tokens of its own
+    own = 2**31 - 1  # own - n are the unique tokens of request n
     assert second == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4 + [own - 2] * 2
     assert third == [8] * 4 + [9] * 4 + [10] * 4 + [11] * 4 + [own - 3] * 2 and next(rest) == 0
     assert other[:8] == first[:8] and other[8] == own - 1 and next(nothing) == 0
@@ -40,8 +40,10 @@ def test_tokens_are_equal_where_prefixes_are(make_trace):
 
 
 def test_the_next_turn_finds_the_output_of_the_last(make_trace, capsys):
-    """Turn 1: 8 prompt tokens, 8 of output; turn 2 goes on from all 16 with 8 more. 15 of the 16 are stored, as the
-    last token made is fed by nobody: three blocks of 4 are found."""
+    """Turn 1 has 8 prompt and 8 output tokens. Turn 2 continues these 16 with 8 more.
+
+    15 of the 16 tokens are stored, because the last output token was never fed. So three blocks of 4 are found.
+    """
     path = make_trace([session((8, 8, [0, 2]), (24, 2, [0, 6]))], unit="s", block=4)
     numbers = run(capsys, path, "--policy", "lru", "--users", "1", "--block-size", "4")
     assert numbers["prefix"]["hit_blocks"] == 3 and numbers["prefix"]["evictions"] == 0
@@ -55,7 +57,7 @@ PROMPT = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple
 @settings(max_examples=40, deadline=None)
 @given(st.lists(PROMPT, max_size=12), st.sampled_from([4, 2, 1]), st.integers(6, 40))
 def test_one_user_finds_what_a_pass_finds(tmp_path_factory, prompts, size, blocks):
-    """One request at a time, with room for everything: the same blocks as without a clock."""
+    """With one user and enough blocks, the clocked replay finds the same blocks as a pass without a clock."""
     ids, records = {}, []
     for at, (path, rest) in enumerate(prompts):
         runs = [number for end in range(1, len(path) + 1) for number in (ids.setdefault(path[:end], len(ids)), 1)]
@@ -68,7 +70,7 @@ def test_one_user_finds_what_a_pass_finds(tmp_path_factory, prompts, size, block
         assert main(["replay", str(path), "--block-size", str(size), "--json", str(target), *arguments]) == 0
         results.append(json.loads(target.read_text()))
     passed, clocked = results
-    # At least one token of a prompt is read, so that the last block of one that is full and known is read again.
+    # At least one token of a prompt is computed. So a fully cached prompt computes its last block again.
     read_again = sum(
         1
         for index, record in enumerate(records)
@@ -84,7 +86,7 @@ def test_one_user_finds_what_a_pass_finds(tmp_path_factory, prompts, size, block
 
 
 def whole_in(record, earlier, size):
-    """Whether every full block of `record` is one of `earlier`."""
+    """Return true if `earlier` contains every full block of `record`."""
     block_ids, known = record[3][::2], earlier[3][::2]
     count = -(-record[1] // 4)
     return earlier[1] >= record[1] and known[:count] == block_ids[:count]

@@ -1,4 +1,4 @@
-"""Many workers under one clock: counts by hand, nothing lost between them, and one worker is a plain replay."""
+"""Many workers under one clock: counts computed by hand, no lost tokens; one worker equals a plain replay."""
 
 import json
 import random
@@ -22,7 +22,7 @@ def routes(capsys, path, *arguments):
 
 
 def traffic(seed, count=200, gap=40):
-    """Requests that begin with one of a few documents of 1 to 12 blocks, or with a part of it, `gap` ms apart."""
+    """Return requests `gap` ms apart. Each begins with one of a few documents of 1 to 12 blocks, or a part of one."""
     source, records, time = random.Random(seed), [], 0
     for number in range(count):
         time += source.randrange(2 * gap)
@@ -61,11 +61,11 @@ def test_one_worker_with_users_is_a_plain_replay(make_trace, capsys, route):
 
 
 def test_two_workers_by_hand(make_trace, capsys):
-    """Cost 1000 us a step, 10 a prompt token, 100 a decode token; requests of 9 tokens and one of output.
+    """Cost: 1000 us per step, 10 per prompt token, 100 per decode token. Requests have 9 prompt tokens and 1 output.
 
     by prefix    A to 0 (9 tokens: 0 to 1090), B to 1 (1 to 1091), A again to 0: 8 found, 1 computed (5000 to 6010), B
                  again to 1 (5001 to 6011)
-    round-robin  A to 0, B to 1, then A to 0 and B to 1, too; in the order A B B A each goes where it was not
+    round-robin  workers 0, 1, 0, 1: with requests in the order A B B A the second A and B get the other worker
     """
     options = ("--workers", "2", "--route", "prefix,round-robin", "--cost", "1000,10,100")
     first, second = [0, 2, 90, 1], [10, 2, 91, 1]
@@ -81,7 +81,7 @@ def test_two_workers_by_hand(make_trace, capsys):
 
 
 def test_a_request_waits_for_the_step_that_its_worker_is_in(make_trace, capsys):
-    """One worker computes from 0 to 1090; what comes at 500 begins then, and what it holds is known at once."""
+    """One worker computes from 0 to 1090. A request that arrives at 500 starts at 1090 and finds the new blocks."""
     records = [[0, 9, 1, [0, 2, 90, 1]], [500, 9, 1, [0, 2, 91, 1]]]
     options = ("--workers", "3", "--cost", "1000,10,100")
     [row] = run(capsys, make_trace(records, unit="us", block=4), *options)["routes"]
@@ -108,18 +108,18 @@ def test_every_token_is_computed_found_or_moved(make_trace, capsys, link, blocks
 
 
 def test_pages_are_moved_where_that_takes_less_time_than_to_compute_them(make_trace, capsys):
-    """Request 2 goes to worker 1, which has nothing; worker 0 has its 8 tokens, which cost 8 * 100 us to compute.
+    """Request 2 goes to worker 1, which has none of its 8 prefix tokens. Computing them costs 8 * 100 us.
 
-    Moved: 500 + 8 us, for 8 tokens of 32 KiB. It comes at 5000 and begins at 5508 with one token to compute: 100 us,
-    and 1000 of the step.
+    Worker 0 has them. The transfer takes 500 + 8 us for 8 tokens of 32 KiB. The request arrives at 5000 and starts at
+    5508 with one token to compute: 100 us, plus 1000 us for the step.
     """
     records = [[0, 9, 1, [0, 2, 90, 1]], [5000, 9, 1, [0, 2, 91, 1]]]
     path = make_trace(records, unit="us", block=4)
     options = ("--workers", "2", "--route", "round-robin", "--cost", "1000,100,100")
     [moved] = run(capsys, path, *options, "--link", "0.032768,500")["routes"]
-    assert moved["moved_tokens"] == 0  # 500 + 8000 us
+    assert moved["moved_tokens"] == 0  # the transfer takes 500 + 8000 us
     [moved] = run(capsys, path, *options, "--link", "32.768,792")["routes"]
-    assert moved["moved_tokens"] == 0  # 792 + 8 us, as many as to compute them
+    assert moved["moved_tokens"] == 0  # 792 + 8 us, equal to the time to compute them
     [moved] = run(capsys, path, *options, "--link", "32.768,500")["routes"]
     assert (moved["moved_tokens"], moved["moved_s"], moved["found_tokens"]) == (8, 0.000508, 8)
     assert moved["prefill_tokens"] == 10 and moved["virtual_s"] == 0.006608
@@ -127,13 +127,13 @@ def test_pages_are_moved_where_that_takes_less_time_than_to_compute_them(make_tr
     assert moved["router"]["choices"] == 0
 
 
-def test_a_link_sends_one_transfer_at_a_time(make_trace, capsys):
-    """Workers 1 and 2 want 8 tokens of worker 0 at once: 508 us each, and the second would wait for the first."""
+def test_a_link_sends_transfers_one_after_another(make_trace, capsys):
+    """Workers 1 and 2 request 8 tokens of worker 0 at once: 508 us each, and the second waits for the first."""
     records = [[time, 9, 1, [0, 2, 90 + number, 1]] for number, time in enumerate((0, 5000, 5001))]
     path = make_trace(records, unit="us", block=4)
     options = ("--workers", "3", "--route", "round-robin", "--link", "32.768,500")
     [row] = run(capsys, path, *options, "--cost", "1000,100,100")["routes"]
-    assert row["moved_tokens"] == 8  # 1015 us are more than 800
+    assert row["moved_tokens"] == 8  # 1015 us exceed the 800 us of computing
     [row] = run(capsys, path, *options, "--cost", "1000,200,100")["routes"]
     assert row["moved_tokens"] == 16 and row["moved_s"] == 0.001016
     assert Link(1, 500, 1000).cost(8) == 508
@@ -141,7 +141,7 @@ def test_a_link_sends_one_transfer_at_a_time(make_trace, capsys):
 
 @pytest.mark.parametrize("gap", [5, 40])
 def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsys, gap):
-    """Over six traces: in one of them a request that goes elsewhere makes more difference, up or down."""
+    """Summed over six traces: in a single trace one request on another worker changes the result by more."""
     options = ("--workers", "8", "--blocks", "60", "--cost", "2000,60,150")
     computed = dict.fromkeys((0, 10_000, 200_000), 0)
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""`--hybrid`: what a hybrid model can use of the hits, worked out by hand and on the recorded trace."""
+"""`--hybrid`: the hits that a hybrid model can use, computed by hand and on the recorded trace."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from pagepool.replay.ptrace import read_trace
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_synthetic.ptrace.xz"
 needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
 
-# Blocks of 4 tokens. A is its own; B, C and D share blocks 10 to 12 and go on apart; E goes on from D.
+# Blocks of 4 tokens. A is unrelated. B, C and D share blocks 10 to 12 and then diverge. E continues D.
 RECORDS = [
     [0, 14, 1, [0, 4]],
     [1, 22, 1, [10, 3, 20, 3]],
@@ -33,16 +33,16 @@ def run(capsys, path, *arguments):
 @pytest.mark.parametrize(
     ("options", "capacity", "hits", "usable", "saved"),
     [
-        # C finds 3 blocks and no state, D the state that C has left where it parted, E that at the end of D.
+        # C finds 3 blocks and no state. D finds C's state at the branch. E finds the state at the end of D.
         ({"grid": 0}, None, 11, 8, {"branch": 1, "end": 5, "grid": 0}),
-        # A grid of every 2 blocks: C finds the one after 2. E ends on it.
+        # A grid of 2 blocks: C finds the state after block 2. The end of E is on the grid.
         ({"grid": 8}, None, 11, 10, {"branch": 1, "end": 4, "grid": 7}),
-        # One state at a time has room, and none is worth more than the last but the end of A at first.
+        # The budget holds one state. Only the first one, at the end of A, is worth more than its successor.
         ({"grid": 0, "budget_bytes": 4096}, None, 11, 0, None),
         ({}, 0, 0, 0, None),
     ],
 )
-def test_worked_out_by_hand(make_trace, memory, options, capacity, hits, usable, saved):
+def test_counts_computed_by_hand(make_trace, memory, options, capacity, hits, usable, saved):
     prompts = Prompts(read_trace(make_trace(RECORDS, block=4), prefixes=True))
     found = hybrid_pass(memory, prompts, "lru", capacity, StateOptions(4096, **options))
     assert (found.full_blocks, found.hit_blocks, found.usable_blocks) == (26, hits, usable)
@@ -52,7 +52,7 @@ def test_worked_out_by_hand(make_trace, memory, options, capacity, hits, usable,
 def test_every_block_is_what_the_cache_has_taken(make_trace, capsys):
     numbers = run(capsys, make_trace(RECORDS, block=4), "--hybrid", "1", "--capacity", "4,100")
     few, many = numbers["hybrid"]
-    # With 4 blocks, prompts of 5 and more evict their own beginnings: nothing is ever found, and all are taken.
+    # With 4 blocks, prompts of 5 and more blocks evict their own prefixes: no hits, and every block is inserted.
     assert (many["every_block_states"], few["every_block_states"]) == (15, 26)
     assert many["peak_states"] == many["states_saved"] and many["state_share"] == many["states_saved"] / 15
 

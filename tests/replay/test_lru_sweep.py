@@ -1,4 +1,4 @@
-"""LRU by stack distances: the same integers as the cache at every capacity, on whatever tree of prompts."""
+"""LRU by stack distances: the same counts as the cache at every capacity, for any tree of prompts."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +14,7 @@ from pagepool.replay.ptrace import Trace
 
 
 def trace_of(prompts, block=4):
-    """From (session, path, tokens beyond the last full block); a path is a tuple of small numbers."""
+    """Make prompts from (session, path, tokens after the last full block); a path is a tuple of small numbers."""
     trace = Trace("test", "none", block, runs=[])
     ids = {}
     for session, path, rest in prompts:
@@ -90,7 +90,7 @@ def test_no_policy_passes_belady(trace, capacity):
 
 
 def test_the_share_of_the_head_room(make_trace, capsys):
-    """A loop of three blocks in a cache of two: LRU finds none, the best keeps two of them for good."""
+    """A loop of three blocks in a cache of two: LRU has no hits, the optimum always keeps two blocks."""
     path = make_trace([[at, 4, 1, [at % 3, 1]] for at in range(30)], block=4)
     arguments = ["replay", str(path), "--clock", "none", "--compare", "lru,belady", "--capacity", "2,3"]
     assert cli.main(arguments) == 0

@@ -1,4 +1,4 @@
-"""The orders of prompts without a clock: each request once, those of a session in order, worked out by hand."""
+"""Orders of prompts without a clock: each request once, the requests of a session in order; computed by hand."""
 
 import json
 
@@ -10,7 +10,7 @@ from pagepool.replay.ptrace import read_trace
 
 
 def session(*requests):
-    """Requests as (arrival, think, api)."""
+    """Return a session of requests (arrival, think, api)."""
     return {"s": "a", "tool": 0, "sys": 0, "r": [[at, 8, 1, think, api, [0, 2]] for at, think, api in requests]}
 
 
@@ -56,7 +56,7 @@ def test_requests_outside_sessions_are_sessions_of_one(make_trace):
 
 
 def test_users_change_the_hits(make_trace, capsys):
-    """Two sessions of two blocks each: one user asks one after the other and fits into 2 blocks, two users do not."""
+    """Two sessions of two blocks each: one user runs them one after another in 2 blocks; two users need more."""
     path = make_trace([session((0, 0, 1), (1, 1, 1)), session((0, 0, 1), (1, 1, 1))], unit="s", block=4)
     hits = []
     for users in ("1", "2"):

@@ -1,4 +1,4 @@
-"""What the replay shows: progress on stderr, a table on stdout, with and without rich."""
+"""Output of the replay: progress on stderr, a table on stdout, with and without rich."""
 
 import contextlib
 import io
@@ -100,10 +100,10 @@ def test_a_reader_that_leaves_is_no_traceback():
     ],
 )
 def test_streams_that_are_closed_or_full(redirection, code, said, tmp_path):
-    """They are no traceback, and what is printed does not go where something else was meant to go."""
+    """There is no traceback, and output for a closed stream does not reach another file."""
     command = f"{sys.executable} -m pagepool replay --requests 2 {redirection}"
     path = os.pathsep.join(sys.path)
-    # Output that Python keeps until its end, as it does for its users: what is left then it tries to write once more.
+    # Without PYTHONUNBUFFERED, as for users: Python flushes buffered output again at exit.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         ["bash", "-c", command],
@@ -187,7 +187,7 @@ def test_the_callers_standard_output_is_left_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", full)
     assert main(["replay", "--requests", "2"]) == 2
     full.write("x")
-    with pytest.raises(OSError, match="No space left"):  # it is the same file as before, and nothing is left in it
+    with pytest.raises(OSError, match="No space left"):  # the same file as before, with an empty buffer
         full.flush()
     output.drop_output()
     full.close()

@@ -1,4 +1,4 @@
-"""`--plot` and `--html`: what is drawn adds up, the page needs nothing else, and hostile names stay text."""
+"""`--plot` and `--html`: drawn values add up, the page is self-contained, and hostile names stay text."""
 
 import base64
 import json
@@ -30,7 +30,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Page(HTMLParser):
-    """Checks that every element is closed, and gathers attributes and scripts."""
+    """Check that every element is closed, and collect attributes and scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -139,7 +139,7 @@ def test_the_page_of_passes(make_trace, tmp_path, capsys):
 
 
 def test_the_page_of_a_hybrid_model(make_trace, tmp_path, capsys):
-    """Windows add up to the passes, and the ends of the lines over the bytes are what passes without a picture say."""
+    """Windows sum up to the passes, and the last points of the lines equal the results of passes without a picture."""
     path = make_trace([[at, 40, 1, [0, 2, 7 * (at % 5), 4, 100 + 9 * at, 4]] for at in range(400)], block=4)
     arguments = [str(path), "--clock", "none", "--hybrid", "1k", "--policy", "lru,arc", "--capacity", "30,500"]
     assert main(["replay", *arguments, "--json", "-"]) == 0
@@ -173,7 +173,7 @@ def test_the_curve_of_lru_is_that_of_the_sweep(make_trace):
 def test_the_page_needs_nothing_else(tmp_path, capsys):
     found = drawn(tmp_path / "page.html", "--requests", "5")
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]  # a name, never fetched
+    assert re.findall(r"https?://[^\"' ]+", text) == ["http://www.w3.org/2000/svg"]  # a namespace, never fetched
     assert not {name for _, name, _ in found.attributes} & {"src", "href", "action", "srcset", "onload", "onclick"}
     assert not found.tags & {"link", "iframe", "img", "object", "embed", "base", "form"}
     assert not re.search(r"@import|url\(|fetch\(|XMLHttpRequest|WebSocket|innerHTML|eval\(", text)

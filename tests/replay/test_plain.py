@@ -1,4 +1,4 @@
-"""`--reference`: allocator, cache, scheduler and attention in plain Python give the same output, but for wall time."""
+"""`--reference`: allocator, cache, scheduler and attention in plain Python give the same output, except wall time."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ def test_pictures_are_alike(sessions, tmp_path, capsys):
 
 
 def test_nothing_of_it_is_compiled(sessions, capsys, monkeypatch):
-    """The compiled scheduler, cache, allocator and kernels are not called: each would fail."""
+    """The compiled scheduler, cache, allocator and kernels are not called: each is replaced by one that fails."""
     made = []
     monkeypatch.setattr(reference.Scheduler, "schedule", watched(reference.Scheduler.schedule, made))
     for module, name in (("pagepool", "BlockAllocator"), ("pagepool", "PrefixCache"), ("pagepool", "decode")):

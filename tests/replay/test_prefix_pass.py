@@ -1,4 +1,4 @@
-"""`--clock none`: prompts through the prefix cache alone, against integers worked out by hand or by others."""
+"""`--clock none`: prompts through the prefix cache alone, against counts computed by hand or published."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ MOONCAKE = DATA / "mooncake_synthetic.ptrace.xz"
 SESSIONS = DATA / "claude_code_sessions.ptrace.xz"
 needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
 
-# Blocks of 4 tokens; the last prompt's third block, 4, holds 2.
+# Blocks of 4 tokens. The third block of the last prompt, block 4, has 2 tokens.
 RECORDS = [
     [0, 12, 1, [0, 3]],
     [1, 12, 1, [0, 2, 3, 1]],
@@ -115,7 +115,7 @@ def test_lru_on_mooncake_is_exact(capsys):
 
 @needs_traces
 def test_arc_on_mooncake_is_exact(capsys):
-    """`pagepool.reference` runs it, with or without --reference; the counts are those of a compiled ARC."""
+    """`pagepool.reference` runs ARC, with or without --reference. The counts come from a compiled ARC."""
     rows = run(capsys, MOONCAKE, "--policy", "arc", "--capacity", "1000,5859")["prefix"]
     assert [(row["hit_blocks"], row["evictions"]) for row in rows] == [(11_276, 105_181), (38_977, 72_488)]
 
@@ -132,7 +132,7 @@ def test_the_sweep_of_sessions_is_what_the_cache_finds(capsys, capacity):
 
 @needs_traces
 def test_the_curve_of_the_paper():
-    """The paper's cache keeps last, partial blocks, too."""
+    """The paper's cache also stores partial last blocks."""
     curve = json.loads((DATA / "mooncake_fig9_synthetic.json").read_text())["synthetic"]
     assert len(curve) == 12
     prompts = Prompts(read_trace(MOONCAKE, prefixes=True))

@@ -1,4 +1,4 @@
-"""Traces from elsewhere: what is right is read exactly, what is wrong gives one line with file and line number."""
+"""Traces of other origin: valid ones are read exactly, invalid ones give one line with file and line number."""
 
 import json
 import lzma
@@ -76,7 +76,7 @@ def header(**fields):
 
 
 def second(text):
-    """A header for one record, and this text as the record."""
+    """Return a trace with a header for one record, and this text as the record."""
     return lines_of([], n=1) + (text if isinstance(text, bytes) else text.encode()) + b"\n"
 
 
@@ -154,7 +154,7 @@ def test_hostile_traces_give_one_line(make_trace, case):
 
 
 def test_without_a_count_whole_lines_are_records(make_trace):
-    """A recorder that was stopped: the last line is cut off anywhere, the others count."""
+    """The trace of a killed recorder: the last line may be cut off anywhere, the complete lines count."""
     whole = lines_of([[index, 5, 3, []] for index in range(3)], n=None)
     end = whole.rindex(b"[")
     for cut in range(end, len(whole)):

@@ -1,4 +1,4 @@
-"""What an engine records is what a replay finds: the same integers as its own prefix cache had, after any end."""
+"""A replay of an engine's recording has the same counts as the engine's prefix cache, after any kind of exit."""
 
 import json
 import lzma
@@ -26,7 +26,7 @@ PROMPT = st.tuples(st.lists(st.integers(0, 6), min_size=1, max_size=20), st.samp
 
 
 def hits_of(prompts, block, capacity):
-    """What the cache itself finds with these tokens."""
+    """Return hits and evictions of the cache for these tokens."""
     cache = PrefixCache(BlockAllocator(capacity), block, "lru")
     found = sum(cache.touch(tokens, cache_salt=salt) for tokens, salt in prompts)
     return found, cache.stats()["evicted"]

@@ -1,4 +1,4 @@
-"""The replay: counts that can be worked out by hand, the same every time, with any memory."""
+"""The replay: counts computed by hand, the same in every run, with either implementation of the memory."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def exact(numbers):
 
 
 def test_two_requests_by_hand(make_trace):
-    """Cost 1000 us a step, 10 a prompt token, 100 a decode token; chunks of 4; blocks of 4.
+    """Cost: 1000 us per step, 10 per prompt token, 100 per decode token; chunks and blocks of 4 tokens.
 
     step  from     feeds                             cost  to       tokens / places in pages
     1     0        A 4 of 6 prompt tokens            1040  1040      4 / 4
@@ -99,7 +99,7 @@ def test_the_same_counts_twice():
 
 @pytest.fixture
 def leak(monkeypatch):
-    """States are kept, not released."""
+    """Make the block manager keep states instead of releasing them."""
     kept = []
 
     def close(self, sequences):

@@ -1,4 +1,4 @@
-"""Closed-loop users under the virtual clock: nobody asks before the answer and the think time, and nobody is idle."""
+"""Closed-loop users under the virtual clock: each sends its next request exactly after answer and think time."""
 
 import json
 
@@ -15,12 +15,12 @@ from pagepool.replay.ptrace import read_trace
 
 
 def session(*requests):
-    """Requests as (prompt, output, think seconds)."""
+    """Return a session of requests (prompt, output, think seconds)."""
     return {"s": "a", "tool": 0, "sys": 0, "r": [[at, *r[:2], r[2], 1, []] for at, r in enumerate(requests)]}
 
 
 def drain(arrivals, takes):
-    """Each request takes `takes` microseconds, whoever else is served; (index, when it came)."""
+    """Serve each request in `takes` microseconds, independent of the load; return (index, arrival) of each."""
     found, running, now = [], [], 0
     while True:
         time = arrivals.next_time()
@@ -39,7 +39,7 @@ def drain(arrivals, takes):
 
 @pytest.fixture
 def trace(make_trace):
-    """a0=0, b0=1, c0=2, a1=3, b1=4 by arrival; thinks of 2 and 5 seconds."""
+    """Indices by arrival: a0=0, b0=1, c0=2, a1=3, b1=4; think times of 2 and 5 seconds."""
     records = [session((8, 2, 0), (9, 2, 2)), session((7, 2, 0), (9, 2, 5)), session((6, 2, 0))]
     return read_trace(make_trace(records, unit="s"))
 

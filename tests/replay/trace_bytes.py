@@ -6,6 +6,6 @@ HEADER = {"fmt": "ptrace-1", "name": "test", "block": 0, "unit": "ms", "licence"
 
 
 def lines_of(records, **header):
-    """A trace with these records, and header fields of choice."""
+    """Return a trace with these records and header fields."""
     head = HEADER | {"n": len(records)} | header
     return "".join(json.dumps(line) + "\n" for line in [head, *records]).encode()
