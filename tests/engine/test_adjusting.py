@@ -1,4 +1,4 @@
-"""Penalties, biases, bad words and min_p are vLLM's: checked token by token against plain NumPy."""
+"""Penalties, biases, bad words and min_p as in vLLM, checked token by token against plain NumPy."""
 
 import pickle
 from dataclasses import replace
@@ -49,7 +49,7 @@ def wanted(
     logit_bias=None,
     bad_words=(),
 ):
-    """vLLM's order: bad words, biases, the repetition penalty, then frequency and presence."""
+    """Adjust logits in vLLM's order: bad words, biases, repetition penalty, then frequency and presence penalties."""
     found = logits.astype(np.float64)
     for word in bad_words:
         if len(word) - 1 <= len(output) and output[len(output) - len(word) + 1 :] == word[:-1]:
@@ -197,7 +197,7 @@ def test_a_request_that_was_preempted_counts_its_own_tokens():
 
 
 class Spaced(Bytes):
-    """Writes a space and the letter behind it as one token, the letter's capital."""
+    """A tokenizer that encodes a space and the letter after it as one token, the capital letter."""
 
     def __call__(self, text, **options):
         words = text.split(" ")

@@ -1,4 +1,4 @@
-"""Tokens become text piece by piece, in time that grows with their number, whatever they are."""
+"""Incremental detokenization: correct text and linear time for any tokens."""
 
 import pytest
 from fake_runner import Bytes
@@ -60,7 +60,7 @@ def test_characters_between_bytes_that_are_none_come_whole(parts):
     st.lists(st.integers(1, 7), max_size=20),
 )
 def test_a_text_ends_where_a_stop_string_comes(text, stops, sizes):
-    """Tokens of several letters: of the stop strings that have come with a token, the first one in the text counts."""
+    """A token of several letters can complete several stop strings: the first one in the text counts."""
 
     class Pieces:
         def decode(self, ids, skip_special_tokens=True):
@@ -78,7 +78,7 @@ def test_a_text_ends_where_a_stop_string_comes(text, stops, sizes):
         if found:
             assert given_out == seen[: min(found)]
             return
-        # What may be the beginning of a stop string is held, and no more.
+        # Only text that may be the start of a stop string is held back.
         held = seen[len(given_out) :]
         ends = [seen[place:] for place in range(len(seen))]
         assert held == max((end for end in ends if any(stop.startswith(end) for stop in stops)), key=len, default="")

@@ -1,4 +1,4 @@
-"""The engine over a runner without a model: streams, cancels, failures, limits, and nothing that leaks."""
+"""The engine with a runner without a model: streams, cancels, failures, limits, and no leaks."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from pagepool import SchedulerConfig
 from pagepool.engine import Engine, SamplingParams
 from pagepool.errors import EngineClosed, RequestRejected
 
-SECONDS = 60  # how long a test waits for what takes milliseconds
+SECONDS = 60  # timeout for operations that take milliseconds
 
 
 def new_engine(runner=None, tokenizer=None, **options):
@@ -22,7 +22,7 @@ def new_engine(runner=None, tokenizer=None, **options):
 
 
 def alone(prompt, count, **sampling):
-    """What an engine generates that has only this request."""
+    """Return the output of an engine with this request alone."""
     with new_engine() as engine:
         return engine.submit(prompt, SamplingParams(count, **sampling)).result(SECONDS).token_ids
 
@@ -249,7 +249,7 @@ def test_ignore_eos_leaves_the_stop_tokens_of_the_request_alone():
 def test_stop_tokens_do_not_come_before_min_tokens():
     def next_token(tokens):
         logits = np.zeros(256, np.float32)
-        logits[[0, ord("a"), ord("b")]] = 9.0, 7.0, 8.0  # it would end at once
+        logits[[0, ord("a"), ord("b")]] = 9.0, 7.0, 8.0  # without min_tokens the stop token would be first
         return logits
 
     with new_engine(FakeRunner(next_token=next_token)) as engine:

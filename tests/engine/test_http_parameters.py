@@ -1,4 +1,4 @@
-"""The parameters of HTTP requests become SamplingParams, ask for nothing, or are refused."""
+"""Parameters of HTTP requests: converted to SamplingParams, accepted if they have no effect, or refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts: each is the logits', whatever the chunks, the cache, other requests and preemptions."""
+"""Log probabilities of prompts match the logits, for any chunks, cache hits, other requests and preemptions."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def new_engine(chunk=5, **options):
 
 
 def check(generation, prompt, count):
-    """The definition: the softmax in float64."""
+    """Return log probabilities by definition: log-softmax in float64."""
     first, *found = generation.prompt_logprobs
     assert first is None and [token.token_id for token in found] == list(prompt[1:])
     for place, token in enumerate(found, 1):
@@ -43,7 +43,7 @@ def test_each_token_of_the_prompt_has_the_probability_of_the_logits_before_it(ch
         assert wanted.prompt_logprobs is None
         generation = engine.submit(PROMPT, SamplingParams(6, prompt_logprobs=3))
         next(generation)
-        check(generation, PROMPT, 3)  # complete when the first token has come
+        check(generation, PROMPT, 3)  # complete before the first token
         assert generation.result(SECONDS).token_ids == wanted.token_ids
         check(engine.submit(PROMPT[:1], SamplingParams(1, prompt_logprobs=0)).result(SECONDS), PROMPT[:1], 0)
         engine.check()

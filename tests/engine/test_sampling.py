@@ -1,4 +1,4 @@
-"""Tokens are drawn with the probabilities that the parameters ask for, by the request's own generator."""
+"""Tokens are drawn with the probabilities of the sampling parameters, from the request's own generator."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def random_logits(size, seed=0):
 
 
 def wanted_probabilities(logits, temperature=1.0, top_k=0, top_p=1.0):
-    """As transformers' logits processors have them: temperature, then top_k, then top_p of what is left."""
+    """Apply temperature, then top_k, then top_p to the remaining tokens, like transformers' logits processors."""
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
     if top_k:
@@ -40,7 +40,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(size, params):
     one = sampler(**{"temperature": 1.0, "seed": 5, **params})
     found = np.bincount([one.sample(logits) for _ in range(count)], minlength=size)
     assert not found[wanted == 0.0].any()
-    # Five standard deviations, and what a rare token has by chance.
+    # Five standard deviations, plus 3 for rare tokens.
     assert (np.abs(found - count * wanted) <= 5 * np.sqrt(count * wanted * (1 - wanted)) + 3).all()
 
 
@@ -144,7 +144,7 @@ def test_the_share_at_the_very_end_belongs_to_the_last_possible_token(monkeypatc
 
 
 def drawn_as_defined(logits, temperature, top_p, numbers):
-    """In float64, token by token; None where a number or a share is so near to a border that rounding decides."""
+    """Draw in float64, token by token. Return None if rounding could decide the result."""
     weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     needed, near = top_p * weights.sum(), 1e-5 * weights.sum()
     order = np.argsort(-weights, kind="stable")
