@@ -1,4 +1,4 @@
-"""guidellm on the command line: in a benchmark of chats and in one of completions every request succeeds."""
+"""guidellm on the command line: every request of a chat and of a completion benchmark succeeds."""
 
 import json
 import subprocess

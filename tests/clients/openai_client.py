@@ -1,4 +1,4 @@
-"""OpenAI's Python client: completions, chats, streams, log probabilities, errors, and a stream that is left."""
+"""OpenAI's Python client: completions, chats, streams, log probabilities, errors, and an abandoned stream."""
 
 import asyncio
 import sys
@@ -59,7 +59,7 @@ assert answer.usage.completion_tokens == 0
 
 
 def refusal(kind, call, **options):
-    """The error that a call gets, which must be of this kind."""
+    """Return the error of a call, which must be of this kind."""
     try:
         call(**{**common, **options})
     except kind as error:
@@ -76,7 +76,7 @@ assert refusal(openai.BadRequestError, complete, prompt="x", best_of=2).param ==
 
 
 async def leave() -> None:
-    """Leaves a stream after its first chunk; then another request gets its answer."""
+    """Abandon a stream after its first chunk; then another request gets its answer."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         async with await client.completions.create(prompt="x", stream=True, model="tiny_llama", max_tokens=900) as left:
             async for _ in left:

