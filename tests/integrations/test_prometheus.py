@@ -1,4 +1,4 @@
-"""What a scrape shows is what stats() says, and the states of blocks add up."""
+"""A scrape shows the values of stats(), and the counts of blocks by state add up to the total."""
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -82,7 +82,7 @@ def test_the_forecast_error_of_a_router_is_a_metric():
     router.update("a", 1, [], load=0, room=0)
     router.choose(range(9))
     for found in (3, 20):
-        router.report(router.choose(range(9)), found)  # 8 are expected since the first choice
+        router.report(router.choose(range(9)), found)  # the router expects 8 since the first choice
     name = {"router": "front"}
     value = registry.get_sample_value
     assert value("pagepool:router_choices_total", name) == 3

@@ -1,6 +1,6 @@
-"""Tensors of torch, whatever they are, as arguments of every call. `make test-torch` makes an environment that has it.
+"""torch tensors of every kind as arguments of every call. `make test-torch` creates an environment with torch.
 
-That none of it needs torch is shown by tests/memory/test_dlpack_import.py, which has small stand-ins.
+tests/memory/test_dlpack_import.py tests the same with stand-ins, without torch.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ from pagepool import (
 )
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what torch says while it is imported is its own affair
+    warnings.simplefilter("ignore")  # torch's own warnings at import
     torch = pytest.importorskip("torch", reason="torch is not installed: make test-torch")
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -35,7 +35,7 @@ INTS = [torch.int32, torch.int64]
 
 
 class Batch:
-    """Three sequences in a pool, one of them empty, and queries for them."""
+    """Return three sequences in a pool, one of them empty, and queries for them."""
 
     def __init__(self, dtype="bfloat16"):
         random = torch.Generator().manual_seed(3)
@@ -106,7 +106,7 @@ def test_tensors_as_models_have_them(batch, expected):
         {"q": torch.nn.Parameter(batch.q)},
         {"q": inference},
         {"block_tables": wide_tables[::2, 2:6]},
-        {"q": torch.nn.Parameter(batch.q) * 1},  # with a gradient's graph
+        {"q": torch.nn.Parameter(batch.q) * 1},  # part of an autograd graph
     ]
     for form in forms:
         np.testing.assert_array_equal(batch.attend(**form), expected)
@@ -158,7 +158,7 @@ def test_lazy_bits_are_refused(batch):
     for name, arguments in {"k": (negated, plain), "v": (plain, negated)}.items():
         with refuses(ValueError, name, "resolve_neg"):
             batch.pool.append(1, slots, *arguments)
-    with pytest.raises((TypeError, ValueError)):  # a lazily conjugated one is complex
+    with pytest.raises((TypeError, ValueError)):  # a lazily conjugated tensor is complex
         batch.pool.append(1, slots, values.conj(), values.conj())
     assert memoryview(batch.pool).tobytes() == before
     with refuses(ValueError, "q"):
@@ -173,7 +173,7 @@ def test_tensors_without_memory_are_refused(batch):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Wrapper(torch.Tensor):
-        """A subclass that only describes a tensor, as many kinds of quantised and distributed ones do."""
+        """A subclass without its own memory, like many quantised and distributed tensors."""
 
         @staticmethod
         def __new__(cls, tensor):
@@ -229,7 +229,7 @@ def test_views_become_tensors_of_their_dtype(dtype):
         torch.from_dlpack(pool.page(1)).fill_(2)
         pages = torch.from_dlpack(pool.numpy())
         assert pages.dtype == dtype and pages[1].eq(2).all() and not pages[0].any()
-    torch.from_numpy(states.view(0, "s"))  # which knows no bfloat16: its bits
+    torch.from_numpy(states.view(0, "s"))  # the uint16 bits: from_numpy does not support bfloat16
 
 
 def test_views_are_the_same_with_ml_dtypes_and_without():
@@ -264,7 +264,7 @@ def test_ids_of_blocks():
 
 
 def test_the_cost_of_a_tensor(batch):
-    """Below 1 us an argument more than an array of NumPy costs, where torch has the exchange API."""
+    """With torch's exchange API, an argument costs less than 1 us more than a NumPy array."""
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         pytest.skip(f"torch {torch.__version__} has no __dlpack_c_exchange_api__")
     tensors = (torch.zeros(1, dtype=torch.int64), torch.zeros(1, 4, 64), torch.zeros(1, 4, 64))
