@@ -1,4 +1,4 @@
-"""The reference decode against a softmax in one go, and the canonical order against the reference decode."""
+"""The reference decode against a plain softmax, and the canonical order against the reference decode."""
 
 import math
 
@@ -24,7 +24,7 @@ VARIANTS = [
 
 
 def softmax_attention(q, k, v, scale, window_left=-1, logits_soft_cap=0.0, alibi_slopes=(0.0,), sinks=(-math.inf,)):
-    """All at once in numpy: q (heads, dim), k and v (tokens, kv heads, dim); returns out and lse."""
+    """Compute attention directly in NumPy: q (heads, dim), k and v (tokens, kv heads, dim); return out and lse."""
     group, tokens = q.shape[0] // k.shape[1], len(k)
     k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
     scores = np.einsum("hd,thd->ht", q, k) * scale
@@ -39,7 +39,7 @@ def softmax_attention(q, k, v, scale, window_left=-1, logits_soft_cap=0.0, alibi
 
 
 def filled(layout, lengths, seed=0):
-    """A pool, and shuffled tables of sequences with these lengths."""
+    """Return a filled pool, and shuffled tables of sequences with these lengths."""
     rng = np.random.default_rng(seed)
     needed = [-(-length // layout.block_size) for length in lengths]
     pool = KvCachePool.from_layout(layout, sum(needed))
@@ -106,7 +106,7 @@ def test_variants_equal_a_softmax_in_one_go(block_size, options):
     pool, tables = filled(KvLayout(1, 2, 8, block_size=block_size, dtype="float32"), lengths)
     q = np.random.default_rng(3).standard_normal((4, 4, 8))
     window = options.get("window_left", -1)
-    for row, length in enumerate(lengths):  # what is outside of the window is not read
+    for row, length in enumerate(lengths):  # blocks before the window are not read
         tables[row, : max(0, length - 1 - window) // block_size if window >= 0 else 0] = -9
     out, lse = decode(q, pool, 0, tables, lengths, return_lse=True, **options)
     assert not out[0].any()
@@ -135,7 +135,7 @@ def test_variants_equal_a_softmax_in_one_go(block_size, options):
 )
 @pytest.mark.parametrize("apart", [1, TILE, CHUNK])
 def test_special_values_give_the_ieee_result(scores, values, out, lse, apart):
-    """Two tokens count, in one tile, in two tiles or in two chunks; those between them have a score of -inf."""
+    """Only two tokens have weight, in one tile, two tiles or two chunks. Tokens between them have a score of -inf."""
     k = [[-math.inf] * 2 for _ in range(apart + 1)]
     v = [[1.0, 1.0] for _ in range(apart + 1)]
     for token, score, value in zip((0, apart), scores, values, strict=True):

@@ -1,6 +1,6 @@
-"""The reference memory where it is used alone: rounding, pages, the flat pool, states made one by one, and check().
+"""Reference memory without a compiled counterpart in the test: rounding, pages, the flat pool, states, and check().
 
-Everything else of it is compared with the compiled classes, in the state machine, the model run and the tests of pages.
+Other tests compare the rest with the compiled classes: the state machine, the random program and the tests of pages.
 """
 
 import struct
@@ -55,7 +55,7 @@ def test_nan_stays_nan_and_f32_overflows_to_infinity():
 
 def test_fma_rounds_once():
     rng = np.random.default_rng(7)
-    # Sums close to halfway between two float32: the product is a little more or less than half a unit of c.
+    # Sums close to the midpoint of two float32: the product is slightly more or less than half a ulp of c.
     c = np.float32(1) + rng.integers(0, 2**23, 3000).astype(np.float32) * np.float32(2**-23)
     a = (np.float32(1) + rng.integers(-4, 5, 3000).astype(np.float32) * np.float32(2**-23)) * np.float32(2**-12)
     b = (np.float32(1) + rng.integers(-4, 5, 3000).astype(np.float32) * np.float32(2**-23)) * np.float32(2**-12)
@@ -70,7 +70,7 @@ def test_fma_rounds_once():
         assert got in best
         assert len(best) == 1 or np.float32(got).view(np.uint32) % 2 == 0
         twice += got != f32(x * y + z)
-    assert twice > 100  # rounding by way of float64 would have been wrong for these
+    assert twice > 100  # for these, rounding through float64 gives a wrong result
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
