@@ -185,8 +185,8 @@ PP_API void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end);
  *   lse      NULL, or (num_rows,)
  *
  * A row without tokens in any part (or num_parts 0) becomes zeros and an lse of -inf.  The bits depend on the row
- * alone.  Returns PP_INVALID_ARGUMENT and writes nothing for a negative size, a head_dim above 2^24, a missing array, or
- * results that overlap each other or an input. */
+ * alone.  Returns PP_INVALID_ARGUMENT and writes nothing for a negative size, a head_dim above 2^24, a missing array,
+ * or results that overlap each other or an input. */
 typedef struct pp_merge_args {
     int64_t num_rows, num_parts, head_dim;
     const float *v;
