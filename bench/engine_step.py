@@ -54,7 +54,7 @@ def measure(engine: Engine, sequences: int, tokens: int, sampling: dict) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5, help="the median of so many is printed; default: 5")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each median; default: 5")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -222,7 +222,7 @@ def add_options(parser, shapes="S1,S2,S3,S4,S5", dtypes="bfloat16,float16,float3
     )
     parser.add_argument("--threads", type=counts, default="1,2", help="comma list of numbers")
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--seconds", type=float, default=seconds, help="of a side in a round")
+    parser.add_argument("--seconds", type=float, default=seconds, help="of each side per round")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
 
 

@@ -121,10 +121,10 @@ def shares(options):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser)
-    parser.add_argument("--isa", help="comma list of instruction sets, each forced in a process of its own")
+    parser.add_argument("--isa", help="comma list of instruction sets, each forced in its own process")
     parser.add_argument("--arithmetic", type=names(["exact", "bf16"]), help="comma list of exact, bf16: pages of bf16")
     parser.add_argument("--variants", action="store_true", help="the cost of soft cap, sinks, ALiBi and window")
-    parser.add_argument("--busy", action="store_true", help="2 threads while one core is taken by another process")
+    parser.add_argument("--busy", action="store_true", help="2 threads while another process uses one core")
     options = parser.parse_args(arguments)
     result = variants(options) if options.variants else busy(options) if options.busy else shares(options)
     if options.json:

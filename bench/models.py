@@ -135,7 +135,7 @@ def main(arguments=None):
     parser.add_argument("--dtype", type=choices(DTYPES), default=list(DTYPES))
     parser.add_argument("--workload", type=choices(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--side", type=choices(SIDES), default=list(SIDES))
-    parser.add_argument("--peers", type=Path, default=Path("build/peers"), help="where the environments of peers are")
+    parser.add_argument("--peers", type=Path, default=Path("build/peers"), help="folder of the peers' environments")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)

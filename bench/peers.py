@@ -159,7 +159,7 @@ def compare(options):
 
 
 def add_peer_options(parser):
-    parser.add_argument("--peers", default="build/peers", metavar="DIR", help="where the environments are")
+    parser.add_argument("--peers", default="build/peers", metavar="DIR", help="folder of the environments")
     parser.add_argument("--peer", type=names(PEERS), default=",".join(PEERS), help="comma list of " + ", ".join(PEERS))
 
 
@@ -167,7 +167,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser, rounds=3)
     add_peer_options(parser)
-    parser.add_argument("--install", metavar="DIR", help="only make the environments that are missing there")
+    parser.add_argument("--install", metavar="DIR", help="only create the missing environments there")
     options = parser.parse_args(arguments)
     if options.install:
         return 1 if install(options.install) else 0

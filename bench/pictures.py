@@ -191,8 +191,8 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser, rounds=5, seconds=0.06)
     add_peer_options(parser)
-    parser.add_argument("--prefill", type=Path, metavar="FILE", help="draw what prefill.py --peer has measured")
-    parser.add_argument("--redraw", action="store_true", help="draw what was measured before")
+    parser.add_argument("--prefill", type=Path, metavar="FILE", help="draw the results of prefill.py --peer")
+    parser.add_argument("--redraw", action="store_true", help="draw the previous results")
     options = parser.parse_args(arguments)
     if options.prefill:
         draw_prefill(json.loads(options.prefill.read_text()), FOLDER / "prefill.png")

@@ -108,7 +108,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kib", default="512,32,128,2048", help="sizes of pages in KiB, of 32, 128, 512 and 2048")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--reads", type=int, default=10_000, help="reads of the race; 0 leaves it out")
+    parser.add_argument("--reads", type=int, default=10_000, help="reads of the race; 0 skips it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = {"rows": []}

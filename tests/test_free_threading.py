@@ -82,7 +82,7 @@ def check_pages(pool, blocks, prompt):
 
 
 @pytest.mark.parametrize("policy", ["gittins", "lru"])
-def test_every_page_that_a_thread_reads_is_what_its_tokens_say(policy):
+def test_every_page_that_a_thread_reads_matches_its_tokens(policy):
     allocator = BlockAllocator(BLOCKS)
     pool = KvCachePool.from_layout(LAYOUT, BLOCKS, allocator)
     cache = PrefixCache(allocator, BLOCK, policy)
@@ -247,7 +247,7 @@ def test_owners_may_be_asked_for_while_matches_are_held():
 
 
 @pytest.mark.parametrize("policy", ["gittins", "lru"])
-def test_all_calls_of_one_cache_come_at_once_and_events_tell_all_of_it(policy):
+def test_concurrent_calls_of_one_cache_are_consistent_with_its_events(policy):
     """Applying the events in order gives the final content of the cache. Groups keep their reserved blocks."""
     allocator = BlockAllocator(BLOCKS)
     cache = PrefixCache(allocator, BLOCK, policy, max_events=100_000)
@@ -374,7 +374,7 @@ def test_threads_append_to_one_pool_and_decode_their_sequences_to_the_same_bits(
     assert pool.allocator.in_use == 0
 
 
-def test_a_slot_of_a_state_pool_is_made_once_whoever_asks_first():
+def test_concurrent_calls_make_a_slot_object_only_once():
     for _ in range(100):
         pool = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((2,), "float32")}]), 2000)
         seen = [None] * THREADS

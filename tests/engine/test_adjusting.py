@@ -64,7 +64,7 @@ def wanted(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_logits_are_adjusted_by_what_has_come(case):
+def test_logits_are_adjusted_by_previous_tokens(case):
     params = SamplingParams(**case)
     for count in range(len(OUTPUT) + 1):
         adjuster = Adjuster(params, PROMPT, OUTPUT[:count])
@@ -80,7 +80,7 @@ def test_logits_are_adjusted_by_what_has_come(case):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_sampler_goes_on_behind_the_tokens_of_an_earlier_run(case, temperature):
+def test_a_sampler_continues_after_the_tokens_of_an_earlier_run(case, temperature):
     params = SamplingParams(temperature=temperature, seed=1, **case)
     whole, tokens = Sampler(params, 0, PROMPT), []
     for place in range(12):
@@ -94,7 +94,7 @@ def test_a_sampler_goes_on_behind_the_tokens_of_an_earlier_run(case, temperature
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
-def test_min_p_leaves_what_has_its_share_of_the_highest_probability(min_p, temperature):
+def test_min_p_keeps_tokens_above_its_share_of_the_highest_probability(min_p, temperature):
     logits = logits_of(1)
     weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
     possible = np.where(weights >= min_p, weights, 0.0)
@@ -170,7 +170,7 @@ ALL = CASES[-1] | {"logit_bias": {40: 4.0, 101: -4.0}, "bad_words": ["e", "th", 
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 5, "min_p": 0.05}])
-def test_an_engine_generates_what_the_definition_says_and_goes_on_with_it(sampling):
+def test_an_engine_samples_by_the_definition_and_continues_with_its_tokens(sampling):
     params = SamplingParams(16, **ALL, **sampling)
     with Engine(FakeRunner(), Bytes()) as engine:
         tokens = engine.submit("hello", params).result(SECONDS).token_ids

@@ -47,7 +47,7 @@ def test_u_fffd_comes_with_the_fourth_token_that_completes_no_character():
 
 
 @given(st.lists(st.sampled_from([b"\x80", b"\xf0", *(letter.encode() for letter in "aé€😀")]), max_size=30))
-def test_characters_between_bytes_that_are_none_come_whole(parts):
+def test_characters_between_invalid_bytes_are_complete(parts):
     text = text_of(Detokenizer(Bytes(), []), b"".join(parts))
     wanted = [part.decode() for part in parts if part not in (b"\x80", b"\xf0")]
     assert [letter for letter in text if letter != "\ufffd"] == wanted

@@ -161,7 +161,7 @@ def test_a_step_that_failed_leaves_nothing_in_the_prefix_cache():
         engine.check()
 
 
-def test_logits_that_are_no_numbers_end_only_the_request_whose_they_are():
+def test_nan_logits_end_only_their_request():
     def next_token(tokens):
         logits = random_logits(tokens)
         if tokens[0] == 7:
@@ -175,7 +175,7 @@ def test_logits_that_are_no_numbers_end_only_the_request_whose_they_are():
         engine.check()
 
 
-def test_a_tokenizer_that_fails_ends_only_the_request_whose_token_it_is():
+def test_a_failed_tokenizer_ends_only_its_request():
     class Picky(Bytes):
         def decode(self, ids, skip_special_tokens=True):
             if ord("b") in ids:
@@ -213,7 +213,7 @@ def test_stop_strings_end_the_text_wherever_tokens_part():
         engine.check()
 
 
-def test_the_beginning_of_a_stop_string_is_text_when_it_does_not_come():
+def test_an_incomplete_stop_string_is_text():
     with new_engine(FakeRunner(next_token=says("one two"))) as engine:
         assert engine.submit("x", SamplingParams(50, stop="two three")).result(SECONDS).text == "one two"
         assert engine.submit("x", SamplingParams(6, stop="two three")).result(SECONDS).text == "one tw"
@@ -375,7 +375,7 @@ def test_an_engine_without_a_tokenizer_takes_token_ids():
             engine.submit([1], SamplingParams(4, stop="x"))
 
 
-def test_drain_waits_for_what_runs_and_takes_nothing_new():
+def test_drain_waits_for_running_requests_and_refuses_new_ones():
     with new_engine(FakeRunner(step_seconds=0.005)) as engine:
         generation = engine.submit("x", SamplingParams(30))
         assert not engine.drain(0.01) and generation.finish_reason is None
@@ -384,7 +384,7 @@ def test_drain_waits_for_what_runs_and_takes_nothing_new():
         assert engine.drain(SECONDS) and generation.finish_reason == "length"
 
 
-def test_close_aborts_what_runs_and_what_waits():
+def test_close_aborts_running_and_waiting_requests():
     engine = new_engine(FakeRunner(step_seconds=0.005), config=SchedulerConfig(max_sequences=1))
     running, waiting = (engine.submit("x", SamplingParams(200)) for _ in range(2))
     next(running)

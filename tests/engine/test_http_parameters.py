@@ -56,7 +56,7 @@ def test_neutral_values_of_other_servers_parameters_change_nothing(is_chat):
         ("mirostat", 2),
     ],
 )
-def test_other_values_of_what_is_not_supported_are_refused_by_name(name, value):
+def test_unsupported_values_are_refused_by_name(name, value):
     with pytest.raises(RequestError) as raised:
         read(**{name: value})
     assert (raised.value.status, raised.value.param, raised.value.code) == (400, name, "unsupported_parameter")
@@ -75,7 +75,7 @@ def test_tools_are_not_read_where_none_may_be_called():
             read(True, tools=tools, **choice)
 
 
-def test_what_load_tools_send_is_taken():
+def test_requests_of_load_tools_are_accepted():
     options = {"include_usage": True, "continuous_usage_stats": True}
     request = read(stream=True, stream_options=options, ignore_eos=True, max_tokens=12, repetition_penalty=1.0)
     assert (request.stream, request.include_usage) == (True, True)
@@ -113,7 +113,7 @@ def test_bad_penalties_biases_and_words_are_refused(name, value, sentence):
     assert raised.value.param == name
 
 
-def test_sampling_defaults_stand_in_for_openai_s_and_not_for_what_is_given():
+def test_sampling_defaults_replace_openai_s_but_not_given_values():
     defaults = {"temperature": 0.6, "top_p": 0.9}
     found = read_request({"prompt": "x", "top_p": 0.5}, False, defaults).params
     assert (found.temperature, found.top_p, found.top_k) == (0.6, 0.5, 0)

@@ -94,7 +94,7 @@ def test_many_requests_with_preemptions_get_what_each_gets_alone():
         engine.check()
 
 
-def test_logits_of_no_use_end_only_the_request_whose_they_are():
+def test_invalid_logits_end_only_their_request():
     def next_token(tokens):
         return np.full(256, np.nan, np.float32) if tokens == [1, 2] else random_logits(tokens)
 

@@ -53,7 +53,7 @@ def test_of_equal_tokens_the_first_are_in_top_p(top_p):
 
 
 @pytest.mark.parametrize("size", [1, 100, 128, 129, 1000, 5000])
-def test_the_largest_are_found_whatever_their_number(size):
+def test_the_largest_values_are_found_for_any_count(size):
     for seed in range(20):
         values = np.round(random_logits(size, seed) * 2) / 2  # with ties
         for count in {1, size // 128, size // 128 + 1, size // 2, size - 1, size} - {0}:
@@ -67,7 +67,7 @@ def test_of_equal_tokens_the_first_are_in_top_k():
     assert {one.sample(logits) for _ in range(200)} == {0, 1, 2, 3}
 
 
-def test_the_same_seed_draws_the_same_tokens_and_none_draws_others():
+def test_equal_seeds_draw_equal_tokens_and_no_seed_draws_others():
     logits = random_logits(1000)
 
     def drawn(seed):
@@ -95,7 +95,7 @@ def test_seeds_that_differ_anywhere_draw_other_tokens_and_negative_ones_are_refu
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.3}, {"top_k": 50, "top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("num_drawn", [0, 1, 7, 19])
-def test_a_sampler_goes_on_where_another_one_has_stopped(num_drawn, options):
+def test_a_sampler_continues_where_another_stopped(num_drawn, options):
     logits = random_logits(1000)
     params = SamplingParams(max_new_tokens=1, temperature=2.0, seed=3, **options)
     whole = Sampler(params)
@@ -164,7 +164,7 @@ def drawn_as_defined(logits, temperature, top_p, numbers):
 
 @pytest.mark.parametrize("size", [1, 7, 255, 256, 257, 3000])
 @pytest.mark.parametrize("top_p", [0.01, 0.4, 0.9, 1.0])
-def test_each_draw_is_the_one_that_is_defined(size, top_p):
+def test_each_draw_matches_the_definition(size, top_p):
     generator, compared = np.random.default_rng(size), 0
     for case in range(100):
         logits = np.round(random_logits(size, case) * 4) / 4  # with ties

@@ -68,7 +68,7 @@ def test_a_scrape_shows_them():
     assert "# HELP pagepool:kv_cache_usage_perc" in text
 
 
-def test_nothing_to_show_is_no_error():
+def test_an_empty_result_is_not_an_error():
     registry = CollectorRegistry()
     registry.register(PagepoolCollector())
     assert generate_latest(registry) == b""

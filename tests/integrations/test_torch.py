@@ -242,7 +242,7 @@ def test_views_are_the_same_with_ml_dtypes_and_without():
         "for view in states.view(0, 'conv'), pool.numpy(), pool.page(0):\n"
         "    print(view.dtype, torch.from_numpy(view).dtype, torch.from_dlpack(view).dtype)\n"
     )
-    pytest.importorskip("ml_dtypes", reason="looks for what its presence changes")
+    pytest.importorskip("ml_dtypes", reason="the test needs ml_dtypes")
     with_it, without = (
         subprocess.run([sys.executable, "-c", look, word], capture_output=True, text=True, timeout=300, check=True)
         for word in ("with", "without")

@@ -84,7 +84,7 @@ def test_float16_is_rounded_into_pages_of_bfloat16():
 
 
 def test_bfloat16_of_ml_dtypes():
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its arrays are what is tested")
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="the test needs ml_dtypes")
     pool = make("bfloat16")
     k, v = (x.astype(ml_dtypes.bfloat16) for x in tokens(5))
     pool.append(0, np.arange(5), k, v)
@@ -268,7 +268,7 @@ def test_slots_that_are_not_aligned_are_refused():
 
 
 @pytest.mark.parametrize("name", ["k", "v", "slot_mapping"])
-def test_what_lies_in_the_pages_is_refused(name):
+def test_inputs_in_written_pages_are_refused(name):
     pool = make()
     k, v = tokens(4)
     pool.append(0, np.arange(4), k, v)

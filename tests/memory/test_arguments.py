@@ -82,7 +82,7 @@ def test_small_integers_of_numpy_do_not_wrap():
         (lambda: AttentionSequenceState(1.5), TypeError, ("max_context", "float", "1.5")),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_sentence(make, error, words):
+def test_invalid_constructor_arguments_are_refused_in_one_sentence(make, error, words):
     with refuses(error, *words):
         make()
 
@@ -120,7 +120,7 @@ def test_a_position_is_copied_from_a_state_alone():
     assert state.step_position == 0
 
 
-def test_what_was_closed_without_a_label_is_called_by_what_it_is():
+def test_closed_objects_without_a_label_are_named_by_their_type():
     hybrid, state = sequence(), PagedSeqState(BlockAllocator(4), 4)
     hybrid.close()
     state.close()
@@ -151,7 +151,7 @@ def test_what_was_closed_without_a_label_is_called_by_what_it_is():
         ("layer", lambda value: SsmStatePool.from_layout(LAYOUT, 1).view(value, "h")),
     ],
 )
-def test_what_is_no_integer_is_named(name, call):
+def test_a_value_that_is_not_an_integer_is_named(name, call):
     with refuses(TypeError, name, "str", "x"):
         call("x")
     with refuses(TypeError, name, "float", "1.0"):

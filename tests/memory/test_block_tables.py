@@ -59,7 +59,7 @@ def test_fill_leaves_nothing_of_an_earlier_batch(allocator):
     assert tables.query_start_loc.tolist() == [0]
 
 
-def test_what_is_written_into_the_arrays_changes_no_sequence_and_no_later_batch(allocator):
+def test_writes_to_the_arrays_change_no_sequence_and_no_later_batch(allocator):
     states = sequences(allocator, 6, 9)
     tables = BlockTables(2, 3).fill(states)
     for array in (tables.block_tables, tables.seq_lens, tables.slot_mapping, tables.query_start_loc):
@@ -135,7 +135,7 @@ def test_sequences_of_two_allocators_are_refused(package, as_batch):
     assert tables.fill(states[2:]).allocator is two
 
 
-def test_what_is_no_sequence_is_a_type_error(allocator):
+def test_an_object_that_is_not_a_sequence_is_a_type_error(allocator):
     tables = BlockTables(2, 2)
     for states in ([None], [sequences(allocator, 1)], 3):
         with pytest.raises(TypeError):
@@ -189,7 +189,7 @@ def test_append_batch_leaves_the_last_sharer_its_block(allocator):
     assert len({s.blocks[1] for s in states}) == 3
 
 
-def test_append_batch_counts_what_the_last_sharer_keeps(allocator):
+def test_append_batch_needs_no_block_for_the_last_sharer(allocator):
     [state] = sequences(allocator, 6)
     states = [state, state.fork()]
     allocator.allocate_n(14)
@@ -247,7 +247,7 @@ def test_release_batch_is_all_or_none(allocator):
     allocator.allocate()
 
 
-def test_a_batch_takes_or_grows_for_no_block_that_the_last_sharer_keeps():
+def test_a_batch_allocates_no_block_for_the_last_sharer():
     allocator = BlockAllocator(3, 8)
     parent = PagedSeqState(allocator, 4)
     parent.append(6)

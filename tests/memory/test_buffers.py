@@ -68,7 +68,7 @@ def test_arrays_that_warn_when_they_are_written_are_read_only(describe):
     assert describe(array) == (True, describe(array.view(Own))[1]) and describe(array)[1]["readonly"]
 
 
-def test_what_the_buffer_protocol_lacks_comes_by_dlpack(foreign):
+def test_dtypes_without_buffer_protocol_use_dlpack(foreign):
     ones = KvCachePool(16, 1, "bfloat16").page(0)
     ones[:] = 0x3F80
     halves = foreign.Halves(ones)

@@ -191,7 +191,7 @@ def test_attention_refuses_tables_with_free_blocks(call, dtype):
     assert np.isfinite(attend(pool, table, 16, call)).all()  # entries past the length are not checked
 
 
-def test_attention_checks_what_the_window_sees():
+def test_attention_checks_only_blocks_in_the_window():
     pool = make_pool()
     state = PagedSeqState(pool.allocator)
     write(pool, state.append(40))

@@ -51,7 +51,7 @@ def test_every_attached_pool_is_copied():
         assert (read(pool, parent), read(pool, child)) == ([1] * 6, [1] * 6 + [2])
 
 
-def test_a_pool_that_is_gone_is_not_copied():
+def test_a_freed_pool_is_not_copied():
     allocator = BlockAllocator(8)
     kept = KvCachePool.from_layout(LAYOUT, 8, allocator)
     gone = [KvCachePool.from_layout(LAYOUT, 8, allocator) for _ in range(5)]

@@ -77,7 +77,7 @@ def tie(allocator, rng):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_knot_of_everything_goes_and_leaves_nothing(seed):
+def test_a_cycle_of_all_objects_is_collected_and_leaves_nothing(seed):
     rng = random.Random(seed)
     allocator = BlockAllocator(64)
     before = gc.get_threshold()

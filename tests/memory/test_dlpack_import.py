@@ -200,7 +200,7 @@ def test_attention_takes_every_argument_by_dlpack(pool, batch, producer, ints, o
 
 
 @pytest.mark.parametrize("flags", [READ_ONLY, COPIED])
-def test_what_must_not_be_written_to_is_no_out(pool, batch, flags):
+def test_a_read_only_out_is_refused(pool, batch, flags):
     q, tables, lens, starts = batch
     out = np.full(q.shape, 5, np.float32)
     with refuses(ValueError, "out"):
@@ -210,7 +210,7 @@ def test_what_must_not_be_written_to_is_no_out(pool, batch, flags):
 
 
 @PRODUCERS
-def test_a_result_does_not_overlap_what_is_read(pool, batch, producer):
+def test_a_result_that_overlaps_an_input_is_refused(pool, batch, producer):
     q, tables, lens, starts = batch
     memory = np.zeros((3, 4, 64), np.float32)
     for name, argument in (("block_tables", tables), ("seq_lens", lens), ("query_start_loc", starts)):
@@ -241,7 +241,7 @@ def test_int64_beyond_32_bits(pool, batch):
             prefill(q, pool, 0, tables, *wrong)
 
 
-def test_int64_goes_as_it_is_laid_out(pool, batch):
+def test_int64_arrays_keep_their_layout(pool, batch):
     q, tables, lens, starts = batch
     expected = prefill(q, pool, 0, tables, lens, starts)
     apart = np.ascontiguousarray(np.repeat(tables, 2, axis=0)[:, ::-1]).astype(np.int64)[::2]
@@ -319,7 +319,7 @@ def test_nothing_is_held_after_a_call_by_dlpack(batch, pool, producer):
     ({"dtype": "bfloat16", "lanes": 2}, TypeError, ('k', 'float32')),
     ({"device": CUDA}, ValueError, (2,)),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_refused_and_nothing_is_written(pool, producer, options, error, words):
+def test_unreadable_arrays_are_refused_and_nothing_is_written(pool, producer, options, error, words):
     bits = bfloat16_bits(np.random.default_rng(3), 1, 2, 64)
     k = bits.astype(np.float64) if options.get("dtype") == "float64" else bits
     before = bytes(memoryview(pool))
@@ -339,7 +339,7 @@ def test_a_tensor_without_memory(batch, pool):
         prefill(shown, pool, 0, tables, lens, starts)
 
 
-def test_one_that_gives_no_capsule(batch, pool):
+def test_a_tensor_that_returns_no_capsule(batch, pool):
     class Broken:
         def __dlpack__(self, **options):
             return 5

@@ -163,7 +163,7 @@ def test_a_long_run_is_given_back_whole_though_it_takes_turns():
     assert not pool.numpy().view(np.uint16)[:-11].any()  # the last ones end within a huge page
 
 
-def test_pages_that_threads_take_meanwhile_keep_what_is_written():
+def test_pages_allocated_by_other_threads_keep_their_contents():
     pool = KvCachePool.from_layout(LAYOUT, 0, max_blocks=512)
     done, lost = threading.Event(), []
 

@@ -84,7 +84,7 @@ def test_sequences_copies_on_write_and_caches_take_new_generations():
     assert allocator.allocate() == 0 and generations.of(0).tolist() == [2]
 
 
-def test_objects_of_one_allocator_share_the_words_which_stay_where_they_are():
+def test_objects_of_one_allocator_share_the_words_at_a_fixed_address():
     allocator = BlockAllocator(3)
     first = BlockGenerations(allocator)
     view = np.frombuffer(first.words, np.uint64)

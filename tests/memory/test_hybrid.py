@@ -147,7 +147,7 @@ def test_a_window_moves_on_in_a_pool_that_is_full():
     assert engine.allocators[0].in_use <= 3 and engine.allocators[0].peak_in_use == 3
 
 
-def test_what_one_window_gives_back_serves_another_group():
+def test_blocks_freed_by_one_window_serve_another_group():
     engine = Engine(blocks=8, windows=(2, None), sizes=(4, 4), states=False)
     written = engine.start(range(16))
     assert engine.allocators[0].free_count == 0
@@ -200,7 +200,7 @@ def test_a_rollback_too_far_says_how_far_it_could_go():
     pages.check()
 
 
-def test_a_checkpoint_makes_windows_keep_what_it_needs():
+def test_a_checkpoint_keeps_the_blocks_of_windows_that_it_needs():
     engine = Engine(blocks=40, windows=(6,), sizes=(4,))
     written = engine.start(range(13))
     there = written.sequence.checkpoint()
@@ -245,7 +245,7 @@ def test_parts_that_were_moved_one_by_one_are_found():
     assert written.sequence.stats() == {"len": 9, "blocks": 11, "given_back": 0, "states": 1, "checkpoints": 0}
 
 
-def test_one_that_goes_leaves_nothing():
+def test_a_freed_object_leaves_nothing():
     engine = Engine()
     written = engine.start(range(9))
     written.sequence.checkpoint()
@@ -254,7 +254,7 @@ def test_one_that_goes_leaves_nothing():
     assert engine.idle()
 
 
-def test_a_request_begins_with_what_is_cached_of_all_its_groups():
+def test_a_request_starts_with_the_cached_blocks_of_all_its_groups():
     engine = Engine(blocks=40, sizes=(4, 4), windows=(None, 5))
     first = engine.start(range(11))
     second = Written(engine, HybridSequence(engine.groups, engine.states), range(10))

@@ -132,9 +132,9 @@ def test_numpy_shows_blocks_by_elements():
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_views_of_bfloat16_are_its_bits_whatever_is_installed(monkeypatch, installed):
+def test_views_of_bfloat16_are_its_bits_with_or_without_ml_dtypes(monkeypatch, installed):
     if installed:
-        pytest.importorskip("ml_dtypes", reason="looks for what its presence changes")
+        pytest.importorskip("ml_dtypes", reason="the test needs ml_dtypes")
     else:
         monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     pool = KvCachePool(4, 2, "bfloat16")
@@ -207,7 +207,7 @@ class DtypeOfTorch:
 
 
 def test_dtype_may_be_one_of_numpy_torch_or_ml_dtypes():
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its dtype is what is tested")
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="the test needs ml_dtypes")
     for name, *others in (
         ("float16", np.float16, np.dtype("f2"), DtypeOfTorch("float16")),
         ("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), DtypeOfTorch("bfloat16")),
@@ -229,7 +229,7 @@ def test_states_of_dtypes_of_torch():
         StateLayout(layers=[{"a": ((2,), of("bfloat16")), "b": ((3,), of("float32"))}]) for of in (DtypeOfTorch, str)
     )
     assert of_torch == named
-    ml_dtypes = pytest.importorskip("ml_dtypes", reason="its dtype is what is tested")
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="the test needs ml_dtypes")
     for bfloat16 in (ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
         layout = StateLayout(layers=[{"a": ((2,), bfloat16), "b": ((3,), "float32")}])
         assert layout == named and SsmStatePool.from_layout(layout, 1).view(0, "a").dtype == np.uint16
@@ -289,7 +289,7 @@ def test_a_closed_pool_follows_its_allocator_no_more():
     allocator.check()
 
 
-def test_pools_come_and_go_beside_their_allocator():
+def test_pools_of_one_allocator_come_and_go():
     allocator = BlockAllocator(2)
     for _ in range(20):
         pools = [KvCachePool.from_layout(LAYOUT, 2, allocator) for _ in range(9)]

@@ -36,7 +36,7 @@ def messages(found):
     return [str(warning.message) for warning in found]
 
 
-def test_closing_a_pool_names_whoever_holds_blocks():
+def test_closing_a_pool_names_the_owners_of_blocks():
     pool = KvCachePool.from_layout(LAYOUT, 16)
     KvCachePool.from_layout(LAYOUT, 16, pool.allocator).close()  # one of two pools: the sequences continue in the other
     parent = sequence(pool.allocator, 9, "request 7")
@@ -86,7 +86,7 @@ def test_of_many_the_first_have_a_warning_of_their_own():
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_is_done_as_it_should_be_warns_of_nothing():
+def test_correct_use_does_not_warn():
     with KvCachePool.from_layout(LAYOUT, 16) as pool:
         cache = PrefixCache(pool.allocator, 4)
         state = sequence(pool.allocator, 9, 1)

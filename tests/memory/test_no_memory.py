@@ -19,9 +19,9 @@ HERE = Path(__file__).parent
 def run(tmp_path_factory):
     """Return a function that runs a script with failing_malloc preloaded and returns its output."""
     if shutil.which("gcc") is None:
-        pytest.skip("gcc builds the library that lets allocations fail")
+        pytest.skip("needs gcc to build failing_malloc.so")
     if "asan" in os.environ.get("LD_PRELOAD", ""):
-        pytest.skip("the sanitizer brings an allocator of its own")
+        pytest.skip("the sanitizer replaces malloc")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         pytest.skip("CPython without a GIL needs mimalloc: it has no PYTHONMALLOC=malloc")
     shim = tmp_path_factory.mktemp("shim") / "failing_malloc.so"
@@ -63,7 +63,7 @@ def test_hybrid_sequences_leave_nothing_behind_and_their_close_wants_no_memory(r
     assert len(results) > 15 and sum(results.values()) > 100
 
 
-def test_a_scheduler_that_memory_failed_leaves_nothing_behind_and_goes_on(run):
+def test_a_scheduler_without_memory_leaks_nothing_and_continues(run):
     result = json.loads(run(HERE / "run_scheduler_out_of_memory.py"))
     assert result["wrong"] == [] and result["failures"] > 400
 

@@ -62,7 +62,7 @@ def test_threads_with_and_without_the_gil_share_an_allocator(foreign):
     assert allocator.in_use == 0
 
 
-def test_the_figures_of_an_allocator_that_grows_and_shrinks_are_of_one_moment(foreign):
+def test_stats_of_a_growing_and_shrinking_allocator_are_consistent(foreign):
     allocator = BlockAllocator(0, max_blocks=700)
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(foreign.hammer, allocator, 0.5, seed) for seed in range(2)]

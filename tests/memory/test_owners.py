@@ -36,7 +36,7 @@ def test_the_owners_of_a_block_add_up_to_its_references():
         allocator.owners(16)
 
 
-def test_leaks_name_sequences_and_what_they_alone_keep_but_no_cache():
+def test_leaks_name_sequences_and_their_own_blocks_but_no_cache():
     allocator, _cache, first, second = world()
     second.append(3)  # copies the last block and takes one more
     taken = allocator.allocate()
@@ -52,7 +52,7 @@ def test_leaks_name_sequences_and_what_they_alone_keep_but_no_cache():
     assert allocator.leaks() == [] and allocator.in_use == 2
 
 
-def test_check_finds_references_that_nobody_has_and_holders_without_any():
+def test_check_finds_references_without_owner_and_owners_without_reference():
     allocator, _cache, first, _second = world()
     allocator.check(others=0)
     allocator.share(2)
@@ -85,7 +85,7 @@ def test_another_holder_is_audited_while_it_lives():
     allocator.check(others=2)
 
 
-def test_a_sequence_that_goes_is_known_no_more():
+def test_a_freed_sequence_is_not_listed():
     allocator, _cache, first, second = world()
     del first, second
     assert allocator.leaks() == []
@@ -100,7 +100,7 @@ def test_a_label_is_a_number_or_a_name(label):
         PagedSeqState(BlockAllocator(1), 4).label = label
 
 
-def test_a_scheduler_labels_its_sequences_and_closes_what_it_takes_back():
+def test_a_scheduler_labels_its_sequences_and_closes_finished_ones():
     allocator = BlockAllocator(8)
     scheduler = Scheduler(SchedulerConfig(block_size=4), allocator)
     number = scheduler.add_request([1, 2, 3, 4, 5], 10)

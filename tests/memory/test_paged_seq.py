@@ -114,7 +114,7 @@ def test_a_wrong_argument_is_named_and_changes_nothing(allocator, call, error, w
     assert (state.len, state.blocks, allocator.in_use) == (3, [0], 1)
 
 
-def test_truncate_gives_back_the_tail_and_reserved_blocks(allocator):
+def test_truncate_frees_the_tail_and_reserved_blocks(allocator):
     state = PagedSeqState(allocator, block_size=4)
     state.append(9)
     state.ensure_capacity(20)
@@ -169,7 +169,7 @@ def test_block_table_outlives_the_state(allocator):
     assert allocator.in_use == 0 and table.tolist() == [0] * 8
 
 
-def test_a_state_that_goes_gives_its_blocks_back(allocator):
+def test_a_freed_state_frees_its_blocks(allocator):
     state = PagedSeqState(allocator, block_size=4)
     state.append(9)
     child = state.fork()
@@ -236,7 +236,7 @@ def test_a_block_adopted_in_part_is_copied_before_it_is_written(allocator):
         ([0, 1.5], 8, TypeError, ("float",)),
     ],
 )
-def test_what_cannot_be_adopted_changes_nothing(allocator, blocks, num_tokens, error, words):
+def test_a_refused_adoption_changes_nothing(allocator, blocks, num_tokens, error, words):
     allocator.allocate_n(4)
     state = PagedSeqState(allocator, 4, 3)
     with refuses(error, *words):
@@ -344,7 +344,7 @@ def test_a_huge_number_of_tokens_raises_pool_exhausted(allocator):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_state_that_goes_after_such_a_free_touches_no_block(allocator):
+def test_a_state_freed_after_such_a_free_touches_no_block(allocator):
     state = PagedSeqState(allocator, block_size=4)
     state.append(8)
     allocator.free(1)
@@ -352,7 +352,7 @@ def test_a_state_that_goes_after_such_a_free_touches_no_block(allocator):
     assert allocator.ref_count(0) == 1
 
 
-def test_sequences_and_allocators_are_no_business_of_the_garbage_collector():
+def test_sequences_and_allocators_are_not_tracked_by_the_garbage_collector():
     """Reference counts free sequences: a sequence cleared by the garbage collector could not free its blocks."""
     allocator = BlockAllocator(4)
     assert not gc.is_tracked(allocator) and not gc.is_tracked(PagedSeqState(allocator))

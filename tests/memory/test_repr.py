@@ -12,7 +12,7 @@ from pagepool import (
 )
 
 
-def test_objects_say_what_they_hold():
+def test_repr_shows_the_contents():
     pool = KvCachePool.from_layout(KvLayout(num_layers=1, num_kv_heads=1, head_dim=8), 4, max_blocks=8)
     state = PagedSeqState(pool.allocator)
     other = PagedSeqState(pool.allocator, label="request 7")

@@ -269,7 +269,7 @@ def test_a_layout_without_any_state():
     ("layer", "name"),
     [({3: ((2,), "float32")}, 3), ({"h": (2, "float32")}, "h"), ({"h": "x"}, "h"), ({"h": ((2,),)}, "h")],
 )
-def test_a_layout_names_what_is_no_state(layer, name):
+def test_a_layout_names_a_wrong_state(layer, name):
     with refuses(TypeError, name, 1):
         StateLayout(layers=[{}, layer])
 

@@ -69,7 +69,7 @@ def test_python_states_copy_themselves_or_say_that_they_cannot():
         Mamba2SequenceState(1, 2, 3, 9).copy_from(Mamba2SequenceState(1, 2, 4, 9))
 
 
-def test_leaks_and_stats_name_what_is_in_use():
+def test_leaks_and_stats_name_blocks_in_use():
     pool = SsmStatePool.from_layout(LAYOUT, 4)
     pool.alloc(7)
     pool.release(pool.alloc(8))

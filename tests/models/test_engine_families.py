@@ -48,7 +48,7 @@ def test_a_pool_too_small_by_half_changes_no_token(family):
         engine.check()
 
 
-def test_a_request_draws_the_same_tokens_alone_and_beside_others():
+def test_a_request_draws_the_same_tokens_alone_and_in_a_batch():
     model = tiny_model("Llama")
 
     def drawn(seeds):
@@ -74,7 +74,7 @@ def test_a_failure_of_the_model_ends_only_the_requests_of_its_step():
         engine.check()
 
 
-def test_python_ends_cleanly_under_an_engine_that_nobody_has_closed():
+def test_python_exits_cleanly_with_an_open_engine():
     program = "from families import tiny_model; from pagepool.engine import Engine, SamplingParams; "
     program += (
         "engine = Engine(tiny_model('Llama')); generation = engine.submit([5], SamplingParams(400)); next(generation)"

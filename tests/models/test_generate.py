@@ -70,7 +70,7 @@ def test_the_files_of_the_tiny_model_are_small():
     assert sum(path.stat().st_size for path in files) <= 4_000_000
 
 
-def test_log_probabilities_of_prompts_are_those_of_transformers_alone_and_among_others():
+def test_log_probabilities_of_prompts_match_transformers_alone_and_in_a_batch():
     import torch
 
     model, tokenizer = load_pretrained(TINY)
@@ -214,7 +214,7 @@ def test_pages_of_other_dtypes_write_python_too(capsys, dtype):
     assert code == 0 and "self." in out[len(prompt) :]
 
 
-def test_without_the_model_or_packages_a_sentence_says_where_to_get_them(capsys, monkeypatch):
+def test_a_missing_model_or_package_is_reported_with_its_source(capsys, monkeypatch):
     monkeypatch.setattr(model_options, "TINY_LLAMA", Path("/nowhere"))
     code, _, err = run(capsys, "x")
     assert code == 2 and "--model" in err and "bench/tiny_llama" in err
@@ -246,7 +246,7 @@ def test_a_chat_needs_a_template(capsys, tmp_path):
     assert code == 2 and "its tokenizer has no chat template" in err
 
 
-def test_a_chat_says_what_does_not_fit_and_goes_on():
+def test_a_chat_reports_a_prompt_that_does_not_fit_and_continues():
     process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8")
     out, err = process.communicate("x = 1; " * 900 + "\nshort\n", SECONDS)
     assert process.returncode == 0 and out
@@ -265,7 +265,7 @@ def test_a_chat_forgets_its_oldest_turns_when_the_context_is_full():
     assert lengths[-1] + turn + 8 > 1024  # no more turns are dropped than necessary
 
 
-def test_a_chat_begins_anew_after_reset():
+def test_a_chat_restarts_after_reset():
     process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--system", "write code")
     _, err = process.communicate("open a file\nread it\n/reset\nopen a file\n", SECONDS)
     assert process.returncode == 0, err
@@ -361,7 +361,7 @@ def test_sigterm_lets_running_requests_end_and_closes_the_port():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("drain", "signals"), [("0", 1), ("60", 2)])
-def test_what_runs_after_the_time_to_drain_gets_503_as_json(stream, drain, signals):
+def test_requests_after_the_drain_time_get_503_as_json(stream, drain, signals):
     process, _, url = served("--drain", drain, "--name", "mine")
     import httpx
 

@@ -139,7 +139,7 @@ def test_a_thousand_requests_over_http_leave_nothing():
 @pytest.mark.slow  # `make load-test` does the same
 def test_a_server_under_load_gives_no_error_leaks_nothing_and_drains():
     if not (BENCH / "tiny_llama" / "model.safetensors").is_file() or importlib.util.find_spec("torch") is None:
-        pytest.skip("bench/tiny_llama or torch is not there")
+        pytest.skip("needs torch, and bench/tiny_llama of a checkout")
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
     command = [sys.executable, str(BENCH / "load.py"), "--seconds", "8"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)

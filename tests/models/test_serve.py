@@ -109,7 +109,7 @@ def slow():
         yield found
 
 
-def test_a_completion_is_what_the_engine_generates(served):
+def test_a_completion_is_the_output_of_the_engine(served):
     answer = served.complete("hello", max_tokens=12, temperature=0.0)
     wanted = served.engine.submit("hello", SamplingParams(12)).result(SECONDS)
     (choice,) = answer.choices
@@ -428,7 +428,7 @@ def test_unknown_paths_and_methods_get_json(served):
     st.dictionaries(st.sampled_from(sorted(KNOWN[True] | KNOWN[False] | UNSUPPORTED.keys())), VALUES, max_size=3),
 )
 @settings(max_examples=300, deadline=None)
-def test_whatever_a_request_has_it_gets_an_answer_or_one_sentence(served, is_chat, body):
+def test_random_parameters_get_an_answer_or_one_sentence(served, is_chat, body):
     path = "chat/completions" if is_chat else "completions"
     body = {"messages": [{"role": "user", "content": "x"}]} | body if is_chat else {"prompt": "x"} | body
     response = served.http.post(f"/v1/{path}", content=json.dumps({**body, "max_tokens": 2}))
@@ -472,7 +472,7 @@ def test_a_stream_that_its_client_closes_is_cancelled(slow):
     assert slow.engine.stats()["ended"]["abort"] >= 1
 
 
-def test_an_answer_that_nobody_waits_for_is_cancelled(slow):
+def test_an_answer_without_a_client_is_cancelled(slow):
     before = slow.engine.stats()["ended"]["abort"]
     body = json.dumps({"prompt": "x", "max_tokens": 250, "n": 2}).encode()
     with socket.create_connection(("127.0.0.1", slow.port)) as sock:
@@ -484,14 +484,14 @@ def test_an_answer_that_nobody_waits_for_is_cancelled(slow):
     assert slow.engine.stats()["ended"]["abort"] == before + 2
 
 
-def test_a_client_that_leaves_in_the_middle_of_its_body_disturbs_nobody(slow):
+def test_a_disconnect_during_the_body_disturbs_no_other_request(slow):
     with socket.create_connection(("127.0.0.1", slow.port)) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + JSON + b"content-length: 100\r\n\r\n{")
     assert slow.post(prompt="x", max_tokens=1).status_code == 200
 
 
 @pytest.mark.parametrize("version", ["2.3", "2.4"])
-def test_a_server_that_says_in_either_way_that_the_client_has_left_cancels(version):
+def test_a_disconnect_cancels_with_every_asgi_version(version):
     """Before ASGI 2.4 a disconnect is a message; since 2.4 `send` raises."""
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}, "http_version": "1.1"}
     scope |= {"method": "POST", "path": "/v1/completions", "raw_path": b"/", "query_string": b""}
@@ -595,7 +595,7 @@ def test_bad_words_are_tokenized_outside_of_submit():
         assert [each.result(SECONDS).status_code for each in (*slow, waiting)] == [200, 200, 200]
 
 
-def test_a_text_whose_client_has_left_is_not_tokenized():
+def test_a_text_of_a_disconnected_client_is_not_tokenized():
     tokenizer = Slow()
     with serving(FakeRunner(), tokenizer) as served:
         clients = [socket.create_connection(("127.0.0.1", served.port)) for _ in range(6)]

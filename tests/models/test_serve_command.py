@@ -87,7 +87,7 @@ def test_a_file_or_size_that_cannot_be_used_gets_one_sentence(tmp_path, capsys):
     assert file.read_text() == "x"
 
 
-def test_a_unix_socket_is_for_its_owner_and_gone_at_the_end(tmp_path):
+def test_a_unix_socket_is_private_and_removed_at_exit(tmp_path):
     path = tmp_path / "socket"
     for _ in range(2):  # a stale socket of a killed server is replaced
         process, name, _ = served("--uds", str(path))
@@ -175,7 +175,7 @@ def test_while_the_model_loads_requests_get_503(tmp_path, is_stopped):
     assert '"POST /v1/completions" 200 ' in (log := ended(process)) and answer.headers["x-request-id"] in log
 
 
-def test_figures_are_in_vllm_s_words_and_only_of_what_runs():
+def test_throughput_lines_have_vllm_s_format():
     with Engine(FakeRunner(num_blocks=256), Bytes()) as engine:
         figures = Figures(engine)
         time.sleep(0.01)

@@ -61,7 +61,7 @@ def test_a_second_request_computes_only_what_is_new(family):
 
 
 @pytest.mark.parametrize("family", each(FAMILIES))
-def test_a_conversation_goes_on_from_its_last_answer(family):
+def test_a_conversation_resumes_after_its_last_answer(family):
     """Recurrent states are kept at block borders: at the end of the answer if it is one, otherwise in the prompt."""
     model = tiny_model(family)
     with Engine(model) as engine:
@@ -75,7 +75,7 @@ def test_a_conversation_goes_on_from_its_last_answer(family):
 
 
 @pytest.mark.parametrize("family", each(FAMILIES))
-def test_a_burst_shares_what_its_first_request_computes(family):
+def test_a_burst_shares_the_blocks_of_its_first_request(family):
     model = tiny_model(family)
     asked = [LONG[:100] + prompts((20,), seed=number)[0] for number in range(6)]
     with Engine(model) as engine:

@@ -58,7 +58,7 @@ def test_tokens_keep_their_leading_space_and_bytes(kind):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_the_drawn_token_is_in_top_logprobs_whatever_text_others_have(kind):
+def test_the_drawn_token_is_in_top_logprobs_for_equal_texts(kind):
     texts = TokenTexts(kind()[0])
     row = [
         Token(1, "the", -0.5),

@@ -80,7 +80,7 @@ def test_generate_batch_gives_the_tokens_of_eager_attention(family, in_use):
 
 
 @pytest.mark.parametrize("family", each(OTHERS))
-def test_families_that_do_what_others_do_not_give_the_tokens_of_eager_attention(family, in_use):
+def test_families_with_special_features_match_eager_attention(family, in_use):
     model, runner = in_use(family, prefix_cache=False)
     ids, mask = padded(prompts())
     tokens = model.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, **GREEDY)

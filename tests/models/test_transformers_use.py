@@ -70,7 +70,7 @@ def test_a_second_call_computes_only_what_is_new(llama):
     assert fed == 70 - 64 + 7
 
 
-def test_a_batch_whose_model_fails_gives_its_blocks_back_and_caches_nothing(llama, monkeypatch):
+def test_a_batch_with_a_failed_model_frees_its_blocks_and_caches_nothing(llama, monkeypatch):
     runner = use(llama, num_blocks=64)
     prompt = prompts((70,))[0]
     with monkeypatch.context() as patch:
@@ -284,7 +284,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(family):
     release(model)
 
 
-def test_a_plain_forward_beside_one_over_pages_is_never_wrong(llama):
+def test_a_plain_forward_during_one_over_pages_is_correct(llama):
     """The attention function is selected by the model's config, which all threads share."""
     runner = ModelRunner(llama, num_blocks=16)
     errors = []
@@ -543,7 +543,7 @@ def test_a_model_that_pages_cannot_serve_is_refused_by_name(name):
     refuse(model, re.escape(f"{name} cannot run over pages: {reason}"))
 
 
-def test_a_model_that_computes_something_else_over_pages_is_refused(llama):
+def test_a_model_with_different_logits_over_pages_is_refused(llama):
     """Its logits are compared before it may run, so any difference is found."""
     attention = llama.model.layers[1].self_attn
     own = attention.forward
@@ -560,7 +560,7 @@ def test_a_model_that_computes_something_else_over_pages_is_refused(llama):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_is_found_whether_recurrent_layers_go_on_with_several_tokens(dtype):
+def test_support_for_chunks_in_recurrent_layers_is_detected(dtype):
     """In bfloat16 the rounding error is about as large as the error of a chunk that ignores the state."""
     for family, takes_chunks in (("Jamba", False), ("Bamba", True)):
         assert try_out(tiny_model(family).to(getattr(torch, dtype))).takes_chunks is takes_chunks

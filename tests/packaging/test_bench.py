@@ -22,7 +22,7 @@ shapes = importlib.import_module("shapes")
 verdict = importlib.import_module("peers").verdict
 common = importlib.import_module("sides.common")
 
-needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="the machine's limits are measured by C")
+needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc builds the measuring programs")
 
 
 def limit(tmp_path, *arguments):
@@ -48,7 +48,7 @@ def test_limit_says_which_limit_binds_and_how_much_of_it_decode_reaches(tmp_path
     assert set(found["machine"]["threads"][0]["rates_g_per_s"]) == {"fma", "fma_of_8", "dot", "int8", "widen", "exp"}
 
 
-def test_a_share_is_the_median_of_its_rounds_each_beside_the_limit_of_that_round():
+def test_a_share_is_the_median_over_rounds_relative_to_the_limit_of_each_round():
     interleave = importlib.import_module("interleave")
     rounds = [{"way": 4.0, "slow": 9.0}, {"way": 5.0, "slow": 9.0}, {"way": 8.0, "slow": 9.0}]
     found = interleave.result(rounds, [3.0, 2.0, 4.0], [2.0, 4.0, 2.0], {"way": 1e-6, "slow": 1e-3})
@@ -99,7 +99,7 @@ def test_a_build_is_compared_with_itself(tmp_path):
 
 
 @needs_gcc
-def test_prefill_is_a_share_of_the_rate_beside_it(tmp_path):
+def test_prefill_is_reported_relative_to_the_measured_rate(tmp_path):
     command = [sys.executable, "-W", "error", str(BENCH / "prefill.py"), "--cell", "8/2x64:2x64+100:48"]
     command += ["--threads", "1", "--rounds", "1", "--seconds", "0.001", "--dtype", "bfloat16"]
     command += ["--json", str(tmp_path / "found.json")]

@@ -63,7 +63,7 @@ def compile_cython(path, source, folder):
 
 
 @with_examples("python")
-def test_python_and_cython_examples_print_what_the_text_says(path, tmp_path):
+def test_python_and_cython_examples_print_the_documented_output(path, tmp_path):
     need = NEEDS.get(path.name)
     if need is not None and importlib.util.find_spec(need) is None:
         pytest.skip(f"{need} is not installed")
@@ -110,7 +110,7 @@ def test_the_engine_of_the_first_guide_survives_cancelled_requests_and_a_model_t
 
 @with_examples("c")
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler is installed")
-def test_c_examples_compile_and_print_what_the_text_says(path, tmp_path):
+def test_c_examples_compile_and_print_the_documented_output(path, tmp_path):
     commands = CC.findall(path.read_text(encoding="utf-8"))
     for (_, source, printed), command in zip(examples_of(path, "c"), commands, strict=True):
         (tmp_path / "example.c").write_text(source)

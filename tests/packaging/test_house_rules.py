@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 if not (ROOT / "setup.py").is_file():
-    pytest.skip("house rules are about the files of a checkout", allow_module_level=True)
+    pytest.skip("needs the files of a checkout", allow_module_level=True)
 
 PACKAGE = ROOT / "pagepool"
 FOLDERS = ("pagepool", "include", "tests", "bench", "docs", ".ci")
@@ -106,7 +106,7 @@ def test_files_are_short_and_finished():
     assert not wrong
 
 
-def test_a_stub_lies_beside_its_module():
+def test_each_compiled_module_has_a_stub_in_its_folder():
     stubs = [path for path in SOURCES if PACKAGE in path.parents and path.suffix == ".pyi"]
     assert not [name_of(path) for path in stubs if not path.with_suffix(".pyx").is_file()]
 

@@ -102,12 +102,12 @@ def test_the_next_turn_goes_on_from_the_end_of_the_last():
     assert engine.serve(prompt) == 0 and engine.serve(prompt) == 99
 
 
-def test_the_grid_bounds_what_the_second_prompt_computes():
+def test_the_grid_bounds_the_tokens_that_the_second_prompt_computes():
     engine = Engine(block_size=16, grid=256)
     assert [engine.serve(prompt) for prompt in prompts(1000, 3)] == [0, 768, 992]
 
 
-def test_positions_are_multiples_of_what_kernels_can_stop_at():
+def test_positions_are_multiples_of_the_alignment_of_kernels():
     engine = Engine(block_size=16, align=64)
     assert [engine.serve(prompt) for prompt in prompts(480, 3)] == [0, 0, 448]
     with refuses(ValueError, "position", 64, 1, 100, 65):
@@ -145,7 +145,7 @@ def test_other_tokens_are_never_taken():
     assert index.find(range(100), limit=63) is None and index.find([]) is None
 
 
-def test_the_state_that_saves_least_goes_first():
+def test_the_state_that_saves_least_is_evicted_first():
     """The budget holds three states: at 100, 200 and 1000 tokens of different prompts. The one at 100 saves least."""
     index = CheckpointIndex(10_000, 3 * 10_000 + 4 * 1600, grid=0, align=1)
     for salt, length in enumerate((100, 200, 1000)):
@@ -157,7 +157,7 @@ def test_the_state_that_saves_least_goes_first():
     assert index.stats()["dropped"] == 1 and index.stats()["rejected"] == 1
 
 
-def test_what_is_never_used_grows_old():
+def test_an_unused_state_is_evicted_eventually():
     """A valuable but unused state is evicted eventually, even if new states save little."""
     index = CheckpointIndex(1000, 2 * 1000 + 4 * 1100, grid=0, align=1)
     index.admit(range(1000), 1000, "end", cache_salt=-1)
@@ -167,7 +167,7 @@ def test_what_is_never_used_grows_old():
         if index.find(range(1000), 0, cache_salt=-1) is None and (-1) not in salts(index):
             break
     else:
-        pytest.fail("the unused state has stayed")
+        pytest.fail("the unused state was not evicted")
     index.check()
 
 
@@ -218,7 +218,7 @@ def test_stats_and_reset():
     assert engine.serve(prompts(200, 1)[0]) == 0
 
 
-def test_check_finds_what_is_broken():
+def test_check_finds_corrupted_state():
     index = CheckpointIndex(100)
     index.admit(range(100), 64, "end")
     index.saved["end"] += 1
@@ -283,7 +283,7 @@ TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_a_budget_costs_what_is_used_of_it_however_small_the_states_are():
+def test_a_budget_uses_memory_only_for_stored_states():
     """A budget of 2**31 bytes holds 268 million states of 8 bytes."""
     layout = StateLayout(layers=[{"h": ((2,), "float32")}])
     pool = SsmStatePool.from_layout(layout, 2**28)
@@ -300,7 +300,7 @@ def test_a_budget_costs_what_is_used_of_it_however_small_the_states_are():
         StateCheckpoints(layout, pool, 2**34)
 
 
-def test_checkpoints_are_made_of_what_they_say():
+def test_checkpoint_arguments_are_checked():
     pool = SsmStatePool.from_layout(LAYOUT, 2)
     slot = pool.alloc(7)
     checkpoints = StateCheckpoints(LAYOUT, pool, 1 << 20)

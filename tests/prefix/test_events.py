@@ -79,7 +79,7 @@ def test_events_replayed_give_the_same_state(policy):
     cache.check()
 
 
-def test_events_are_numbered_and_say_what_happened():
+def test_events_are_numbered_and_complete():
     cache = PrefixCache(BlockAllocator(4), 2, "lru", max_events=16)
     cache.touch([1, 2, 3, 4])
     cache.evict(1)
@@ -97,7 +97,7 @@ def test_events_are_numbered_and_say_what_happened():
     assert cache.drain_events() == []
 
 
-def test_a_block_that_takes_the_place_of_another_is_stored_after_that_was_removed():
+def test_a_replaced_block_is_removed_before_the_new_one_is_stored():
     cache = PrefixCache(BlockAllocator(4), 2, max_events=16)
     cache.touch([1, 2, 3, 4])
     cache.cache_blocks([1, 2, 3, 4], cache.allocator.allocate_n(2))

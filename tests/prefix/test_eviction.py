@@ -99,7 +99,7 @@ def test_of_a_loop_longer_than_the_cache_a_part_stays():
     assert hits("gittins", prompts, 1000) > 0.8 * best(prompts, 1000) > 0
 
 
-def test_a_block_goes_only_after_its_cached_children():
+def test_a_block_is_evicted_only_after_its_cached_children():
     cache = PrefixCache(BlockAllocator(64), 1, "gittins")
     for tail in range(4):
         cache.touch([1, 2, 3, 4, 10 + tail, 5, 6])
@@ -155,7 +155,7 @@ def test_no_policy_passes_the_bound():
 @pytest.mark.parametrize(
     ("ids", "ends", "capacity", "words"), [([0, 1], [1], 4, (2, 1)), ([0], [1], -1, (-1,)), ([-3], [1], 1, (-3,))]
 )
-def test_the_bound_refuses_what_is_no_pass(ids, ends, capacity, words):
+def test_the_bound_refuses_invalid_passes(ids, ends, capacity, words):
     with refuses(ValueError, *words):
         belady_pass(np.array(ids, np.int32), np.array(ends), capacity)
 

@@ -151,7 +151,7 @@ def test_the_same_seed_makes_the_same_traces_and_equal_ids_have_equal_beginnings
 
 
 @pytest.mark.parametrize("api", [pagepool, reference])
-def test_a_group_that_comes_back_behind_an_older_one_is_not_the_next(api):
+def test_a_group_that_returns_after_an_older_one_is_not_evicted_next(api):
     """Blocks are evicted in runs only if single evictions would choose the same blocks.
 
     The last block of each of three groups is held, so that all other blocks of the group wait for it. Freed one after

@@ -166,7 +166,7 @@ def test_a_block_in_use_is_never_evicted(policy):
     assert cache.evict(9) == 2 and cache.allocator.in_use == 0
 
 
-def test_lru_evicts_from_the_head_of_what_was_used_longest_ago():
+def test_lru_evicts_the_head_of_the_least_recently_used_run():
     cache = PrefixCache(BlockAllocator(32), 4, "lru")
     old, new = serve(cache, [1] * 8), serve(cache, [2] * 8)
     cache.allocator.free(cache.match_prefix([1] * 8))
@@ -188,7 +188,7 @@ def test_a_child_is_found_again_when_its_parent_comes_back():
     cache.check()
 
 
-def test_a_cached_block_that_nobody_uses_gives_its_place_to_one_in_use(cache):
+def test_an_unused_cached_block_is_replaced_by_one_in_use(cache):
     first = serve(cache, [1] * 12)
     cache.allocator.free(first)
     used = cache.match_prefix([1] * 4).tolist()
@@ -247,7 +247,7 @@ def test_a_pass_stops_where_others_hold_every_block():
     cache.check()
 
 
-def test_reset_leaves_only_what_sequences_hold(cache):
+def test_reset_keeps_only_blocks_of_sequences(cache):
     held, gone = serve(cache, [1] * 8, cache_salt="a"), serve(cache, [2] * 8)
     cache.allocator.free(gone)
     cache.reset_prefix_cache()
@@ -270,7 +270,7 @@ def test_nothing_stays_of_evicted_tenants(policy, prefixes):
     cache.check()
 
 
-def test_the_allocator_is_free_when_its_cache_is_gone():
+def test_a_dropped_cache_frees_all_blocks():
     allocator = BlockAllocator(4)
     cache = PrefixCache(allocator, 1)
     cache.touch([1, 2, 3])
@@ -348,7 +348,7 @@ def test_a_negative_token_is_refused_wherever_it_is(cache, make, place):
 
 
 @pytest.mark.parametrize("make", [list, lambda row: np.array(row, np.int32)], ids=["list", "int32"])
-def test_look_ups_read_no_token_behind_the_first_block_that_is_not_cached(cache, make):
+def test_look_ups_stop_at_the_first_block_that_is_not_cached(cache, make):
     plain = reference.PrefixCache(reference.BlockAllocator(32), 4)
     for each in (cache, plain):
         each.cache_blocks(range(1, 9), each.allocator.allocate_n(3))
@@ -443,7 +443,7 @@ def test_a_last_block_that_is_the_same_in_part_is_found_and_copied_before_it_is_
     pool.allocator.check(others=0)
 
 
-def test_of_several_blocks_the_one_that_is_the_same_for_longest_is_found(cache):
+def test_the_block_with_the_longest_partial_match_is_found(cache):
     for tail in ([5, 1, 1, 1], [5, 6, 1, 1], [5, 6, 7, 1], [6, 6, 7, 8]):
         cache.allocator.free(serve(cache, [1, 2, 3, 4, *tail]))
     for tokens, found, number in (
@@ -474,7 +474,7 @@ def test_blocks_known_to_be_cached_are_passed_over():
     cache.check()
 
 
-def test_what_is_not_cached_as_told_is_looked_up():
+def test_blocks_before_start_that_are_not_cached_are_looked_up():
     allocator = BlockAllocator(12)
     cache = PrefixCache(allocator, 2)
     first, second, third = (allocator.allocate_n(3) for _ in range(3))

@@ -26,7 +26,7 @@ def counts(cache):
     return [cache.allocator.ref_count(block) for block in range(3)]
 
 
-def test_a_match_gives_its_blocks_back_when_it_goes(cache):
+def test_a_match_frees_its_blocks_when_it_is_dropped(cache):
     match = cache.match_tokens([*PROMPT[:6], 9])
     assert (match.blocks.tolist(), match.num_tokens, counts(cache)) == ([0, 1], 6, [2, 2, 0])
     blocks = match.blocks
@@ -104,7 +104,7 @@ def test_nothing_found_is_a_match_too(cache):
     assert repr(cache.match_tokens(PROMPT[:3])) == "<PrefixMatch: 3 tokens in 1 block>"
 
 
-def test_blocks_that_someone_else_freed_are_named_and_the_rest_stays(cache):
+def test_blocks_freed_by_another_owner_are_named_and_the_rest_stays(cache):
     match = cache.match_tokens(PROMPT)
     cache.allocator.free([1, 1])  # the references of the match and of the cache
     with refuses(InvalidBlock, 2):

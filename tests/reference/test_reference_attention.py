@@ -67,7 +67,7 @@ def test_exp2_is_exact_at_whole_numbers_within_2_units_of_the_last_place_and_0_a
     assert math.isnan(exp2(math.nan, fma))
 
 
-def test_base_2_saturates_and_keeps_what_is_no_number():
+def test_base_2_saturates_and_keeps_nan():
     largest = float(np.finfo(np.float32).max)
     assert [in_base_2(x) for x in (0.0, -math.inf, largest, -3e38)] == [0.0, -math.inf, largest, -largest]
     assert math.isnan(in_base_2(math.nan))

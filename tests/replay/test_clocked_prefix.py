@@ -56,7 +56,7 @@ PROMPT = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(PROMPT, max_size=12), st.sampled_from([4, 2, 1]), st.integers(6, 40))
-def test_one_user_finds_what_a_pass_finds(tmp_path_factory, prompts, size, blocks):
+def test_one_user_has_the_hits_of_a_pass(tmp_path_factory, prompts, size, blocks):
     """With one user and enough blocks, the clocked replay finds the same blocks as a pass without a clock."""
     ids, records = {}, []
     for at, (path, rest) in enumerate(prompts):

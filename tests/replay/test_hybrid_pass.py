@@ -12,7 +12,7 @@ from pagepool.replay.prompts import Prompts
 from pagepool.replay.ptrace import read_trace
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_synthetic.ptrace.xz"
-needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
+needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="needs the recorded traces next to the checkout")
 
 # Blocks of 4 tokens. A is unrelated. B, C and D share blocks 10 to 12 and then diverge. E continues D.
 RECORDS = [
@@ -49,7 +49,7 @@ def test_counts_computed_by_hand(make_trace, memory, options, capacity, hits, us
     assert saved is None or found.states["saved"] == saved
 
 
-def test_every_block_is_what_the_cache_has_taken(make_trace, capsys):
+def test_every_block_counts_the_inserted_blocks(make_trace, capsys):
     numbers = run(capsys, make_trace(RECORDS, block=4), "--hybrid", "1", "--capacity", "4,100")
     few, many = numbers["hybrid"]
     # With 4 blocks, prompts of 5 and more blocks evict their own prefixes: no hits, and every block is inserted.

@@ -172,7 +172,7 @@ def test_passes_say_how_far_they_are(monkeypatch, capsys, make_trace):
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])
-def test_a_caller_may_take_what_is_printed(option):
+def test_a_caller_can_capture_the_output(option):
     with contextlib.redirect_stdout(io.StringIO()) as taken:
         assert main(["replay", "--requests", "2", option, "-"]) == 0
     assert json.loads(taken.getvalue())["finished"] == 2 if option == "--json" else "</html>" in taken.getvalue()

@@ -36,7 +36,7 @@ def sessions(make_trace):
         (["--requests", "50", "--blocks", "90"], True),
     ],
 )
-def test_a_recorded_hour_is_replayed_alike(capsys, arguments, pressed):
+def test_a_recorded_hour_gives_the_same_replay(capsys, arguments, pressed):
     ours = numbers(capsys, *arguments)
     assert numbers(capsys, *arguments, "--reference") == ours
     assert (ours["preemptions"] + ours["refused"] > 0) == pressed and ours["block_allocs"] == ours["block_frees"] > 0
@@ -44,21 +44,21 @@ def test_a_recorded_hour_is_replayed_alike(capsys, arguments, pressed):
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("options", [[], ["--max-batch", "2"]])
-def test_prefixes_are_kept_and_evicted_alike(sessions, capsys, policy, options):
+def test_prefixes_are_kept_and_evicted_equally(sessions, capsys, policy, options):
     arguments = [sessions, "--policy", policy, "--block-size", "4", "--blocks", "40", *options]
     ours = numbers(capsys, *arguments)
     assert numbers(capsys, *arguments, "--reference") == ours
     assert ours["prefix"]["hit_blocks"] > 0 and ours["prefix"]["evictions"] > 0
 
 
-def test_attention_attends_alike(make_trace, capsys):
+def test_attention_gives_equal_results(make_trace, capsys):
     trace = make_trace([[at, 3 + at, 2, []] for at in range(2)])
     arguments = [trace, "--attend", "qwen2.5-0.5b", "--blocks", "4"]
     ours = numbers(capsys, *arguments)
     assert numbers(capsys, *arguments, "--reference") == ours and ours["attention"]["calls"] > 0
 
 
-def test_pictures_are_alike(sessions, tmp_path, capsys):
+def test_pictures_are_equal(sessions, tmp_path, capsys):
     pages = []
     for more in ([], ["--reference"]):
         arguments = ["replay", str(sessions), "--blocks", "30", "--block-size", "4", "--policy", "lru", *more]

@@ -12,7 +12,7 @@ from pagepool.replay.ptrace import read_trace
 DATA = Path(__file__).parents[3] / "shared" / "data"
 MOONCAKE = DATA / "mooncake_synthetic.ptrace.xz"
 SESSIONS = DATA / "claude_code_sessions.ptrace.xz"
-needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="the recorded traces are not beside the checkout")
+needs_traces = pytest.mark.skipif(not MOONCAKE.is_file(), reason="needs the recorded traces next to the checkout")
 
 # Blocks of 4 tokens. The third block of the last prompt, block 4, has 2 tokens.
 RECORDS = [
@@ -74,7 +74,7 @@ def test_several_policies_and_capacities_make_a_list(make_trace, capsys):
         (4, ["--blocks", "3"], "--attend and --blocks do not go with --clock none"),
     ],
 )
-def test_what_cannot_be_passed_is_one_sentence(make_trace, capsys, block, arguments, message):
+def test_invalid_options_of_a_pass_are_refused_in_one_sentence(make_trace, capsys, block, arguments, message):
     assert cli.main(["replay", str(make_trace(RECORDS, block=block)), "--clock", "none", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -122,7 +122,7 @@ def test_arc_on_mooncake_is_exact(capsys):
 
 @needs_traces
 @pytest.mark.parametrize("capacity", [5_859, 20_000])
-def test_the_sweep_of_sessions_is_what_the_cache_finds(capsys, capacity):
+def test_the_sweep_of_sessions_has_the_hits_of_the_cache(capsys, capacity):
     arguments = ("--users", "8", "--requests", "3000", "--capacity")
     swept = run(capsys, SESSIONS, *arguments, f"{capacity},{2 * capacity}")["prefix"][0]
     cached = run(capsys, SESSIONS, *arguments, str(capacity))["prefix"]

@@ -214,7 +214,7 @@ def test_hostile_lines_are_one_sentence_and_leave_no_file(jsonl, tmp_path, capsy
     assert [path.name for path in tmp_path.iterdir()] == [source.name]
 
 
-def test_record_refuses_what_cannot_work(jsonl, tmp_path, capsys):
+def test_record_refuses_invalid_arguments(jsonl, tmp_path, capsys):
     source, empty = jsonl({"tokens": [1, 2]}), tmp_path / "empty"
     empty.touch()
     for arguments, message in (
@@ -231,7 +231,7 @@ def test_record_refuses_what_cannot_work(jsonl, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {source.name, empty.name}
 
 
-@pytest.mark.skipif(not SHAREGPT.is_file(), reason="the recorded traces are not beside the checkout")
+@pytest.mark.skipif(not SHAREGPT.is_file(), reason="needs the recorded traces next to the checkout")
 def test_real_prompts_have_the_same_hits_as_their_tokens(tmp_path, capsys):
     with lzma.open(SHAREGPT) as file:
         requests = sorted(map(json.loads, file), key=lambda request: request["arrival_time_ns"])

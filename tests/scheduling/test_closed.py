@@ -147,7 +147,7 @@ def test_an_exception_in_any_function_closes_the_scheduler_and_close_frees_every
     assert closed > 100
 
 
-def test_close_ends_what_is_left():
+def test_close_ends_remaining_requests():
     world = World(None, None, 3)
     scheduler, batch = world.scheduler, world.scheduler.schedule()
     scheduler.submit([1], 5)
@@ -228,7 +228,7 @@ def test_a_call_of_another_thread_in_the_middle_of_a_call_is_refused():
 
 
 @pytest.mark.parametrize("name", ["finish_sequence", "remove_sequence"])
-def test_what_cannot_be_an_id_is_refused_before_anything_changes(name):
+def test_an_invalid_id_is_refused_before_anything_changes(name):
     scheduler = Scheduler()
     scheduler.add_request([1, 2], 5)
     with pytest.raises(TypeError):

@@ -98,7 +98,7 @@ def test_a_call_ends_it(way, reason):
     assert (seq.finish_reason, seq.stopped) == (reason, True)
 
 
-def test_what_a_call_does_later_does_not_change_why_it_ended():
+def test_later_calls_do_not_change_the_finish_reason():
     scheduler = Scheduler()
     scheduler.add_request([1], 2)
     scheduler.add_request([1], 3, stop_token_ids=[7])
@@ -108,7 +108,7 @@ def test_what_a_call_does_later_does_not_change_why_it_ended():
     assert ended(scheduler) == [(1, "length", [7]), (2, "stop", [7])]
 
 
-def test_the_callers_id_goes_with_it_and_names_its_blocks():
+def test_the_caller_s_id_labels_the_request_and_its_blocks():
     allocator = BlockAllocator(8)
     scheduler = Scheduler(SchedulerConfig(), allocator)
     for request_id in ("chat-7", 99, "chat-7", None):
@@ -131,7 +131,7 @@ def test_the_callers_id_goes_with_it_and_names_its_blocks():
         ({"max_tokens": 9, "request_id": 1.5}, TypeError, ("request_id", "int", "str", "None", "float", "1.5")),
     ],
 )
-def test_what_is_wrong_is_named_and_changes_nothing(arguments, error, words):
+def test_a_wrong_argument_is_named_and_changes_nothing(arguments, error, words):
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(8))
     with refuses(error, *words):
         scheduler.add_request([1, 2], **arguments)
@@ -140,7 +140,7 @@ def test_what_is_wrong_is_named_and_changes_nothing(arguments, error, words):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.sets(st.integers(0, 5)), st.integers(1, 12))
-def test_the_output_is_the_models_up_to_the_first_stop_token_or_the_limit(said, stops, most):
+def test_the_output_ends_at_the_first_stop_token_or_the_limit(said, stops, most):
     scheduler = Scheduler(SchedulerConfig(lookahead=0))
     scheduler.add_request([1], max_new_tokens=most, stop_token_ids=stops)
     for token in said:

@@ -72,7 +72,7 @@ def test_samples_share_the_prompts_blocks_until_they_part(cached):
     assert allocator.in_use == 0
 
 
-def test_a_beam_that_is_dropped_gives_back_at_once_what_only_it_has():
+def test_a_dropped_beam_frees_its_own_blocks_at_once():
     scheduler, allocator = make()
     seq_id = begin(scheduler)
     beams = scheduler.fork(seq_id, 2)
@@ -86,7 +86,7 @@ def test_a_beam_that_is_dropped_gives_back_at_once_what_only_it_has():
     assert step(scheduler).seq_ids == [beams[1]]
 
 
-def test_a_fork_has_what_its_original_was_asked_for():
+def test_a_fork_has_the_options_of_its_original():
     scheduler, allocator = make()
     seq_id = begin(scheduler, request_id="chat-7", stop_token_ids=[5], priority=3, tenant="t", max_new_tokens=9)
     fork = scheduler.get_sequence(scheduler.fork(seq_id)[0])
@@ -114,7 +114,7 @@ def test_slots_for_drafts_stay_with_the_original():
     assert allocator.in_use == 0
 
 
-def test_what_may_not_be_stored_yet_is_not_published_by_a_fork_that_ends():
+def test_an_ended_fork_publishes_no_uncommitted_blocks():
     scheduler, allocator = make(cached=True)
     seq_id = scheduler.add_request(range(9), 20)
     scheduler.schedule()
@@ -142,7 +142,7 @@ def test_forks_that_do_not_fit_change_nothing(config, n, error, words):
     assert scheduler.total_count == 1 and scheduler.fork(seq_id) == [2]
 
 
-def test_only_one_that_decodes_can_be_forked():
+def test_only_a_decoding_sequence_can_be_forked():
     scheduler, _ = make(max_prefill_tokens=4)
     seq_id = scheduler.add_request(range(10), 20)
     for state in ("waiting", "prefilling"):

@@ -139,7 +139,7 @@ def test_states_alone_with_a_pool_have_one_group_over_it():
     assert [table.block_size for table in state.kv] == [2] and pool.allocator.in_use == 3 and state.state is not None
 
 
-def test_a_decode_without_a_new_token_stands_still_where_states_are_recurrent():
+def test_a_decode_without_a_new_token_is_not_scheduled_with_recurrent_states():
     scheduler = Scheduler(SchedulerConfig(), states=states_of(2))
     for _ in range(2):
         scheduler.add_request([1, 2], 9)
@@ -173,12 +173,12 @@ def test_fork_takes_a_slot_or_changes_nothing():
         ({"groups": [KvGroup(BlockAllocator(4))]}, ValueError, ("groups[0]",)),
     ],
 )
-def test_what_is_no_memory_is_named(arguments, error, words):
+def test_an_object_without_memory_is_named(arguments, error, words):
     with refuses(error, *words):
         Scheduler(SchedulerConfig(), BlockAllocator(4), **arguments)
 
 
-def test_what_hybrid_sequences_do_not_go_with_is_refused():
+def test_options_that_hybrid_sequences_do_not_support_are_refused():
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=BLOCK), 8)
     cache = PrefixCache(pool.allocator, BLOCK)
     states, others = (SsmStatePool.from_layout(STATE, 2) for _ in range(2))
@@ -205,7 +205,7 @@ def test_what_hybrid_sequences_do_not_go_with_is_refused():
         Scheduler(SchedulerConfig(), states=states_of(0)).add_request([1], 2)
 
 
-def test_a_prompt_that_comes_again_goes_on_from_where_its_state_was_kept():
+def test_a_repeated_prompt_resumes_from_its_checkpoint():
     scheduler, _, kept = make_cached(max_prefill_tokens=100)
     for prompt in ([*range(40)], [*range(40)], [*range(20), 50], [*range(38), 51], [*range(38), 52]):
         scheduler.add_request(prompt, max_new_tokens=1)
@@ -243,7 +243,7 @@ def test_a_burst_keeps_the_state_where_its_prompts_part(policy):
     assert cache.allocator.in_use == 0
 
 
-def test_states_are_forgotten_with_the_blocks_of_a_cache_and_with_another_cache():
+def test_states_are_dropped_with_a_reset_or_a_new_cache():
     scheduler, cache, kept = make_cached(grid=0)
 
     def ask(length):
@@ -268,7 +268,7 @@ def test_a_full_group_alone_shares_prefixes_without_states():
 
 
 @pytest.mark.parametrize("windows", [[8], [None, 8], [0, 5, None]])
-def test_a_prompt_that_comes_again_goes_on_in_every_group(windows):
+def test_a_repeated_prompt_resumes_in_every_group(windows):
     allocator = BlockAllocator(400)
     cache = PrefixCache(allocator, BLOCK)
     groups = [KvGroup(allocator, BLOCK, window) for window in windows]

@@ -37,7 +37,7 @@ def test_a_decode_has_slots_for_its_drafts_and_keeps_those_accepted():
 
 
 @pytest.mark.parametrize("result", [61, [61], None])
-def test_one_token_or_none_takes_all_drafts_back(result):
+def test_one_token_or_none_retracts_all_drafts(result):
     scheduler, _ = make()
     seq = start(scheduler)
     scheduler.commit(scheduler.schedule(), [result])

@@ -26,7 +26,7 @@ def run(scheduler):
     return {seq.id: seq.finish_reason for seq in scheduler.drain_finished()}
 
 
-def test_what_is_submitted_is_taken_in_when_the_next_step_begins():
+def test_a_submitted_request_is_added_at_the_next_step():
     scheduler = Scheduler()
     assert (scheduler.submit([1, 2], 4), scheduler.add_request([3], 4), scheduler.submit([5], max_new_tokens=0)) == (
         1,
@@ -53,14 +53,14 @@ def test_a_submitted_request_alone_is_work():
         ({"prompt_tokens": [1], "colour": 5}, TypeError, ("colour",)),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said_where_it_is_submitted(request_, error, words):
+def test_submit_raises_for_an_invalid_request(request_, error, words):
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(8))
     with refuses(error, *words):
         scheduler.submit(**{"max_tokens": 5, **request_})
     assert not scheduler.has_work and scheduler.submit([1], 5) == 1
 
 
-def test_what_is_cancelled_ends_when_the_next_step_begins_wherever_it_stands():
+def test_a_cancelled_request_ends_at_the_next_step_in_every_state():
     """Cancel works on submitted, active, waiting, finished and unknown requests, and frees their blocks."""
     allocator = BlockAllocator(8)
     scheduler = Scheduler(SchedulerConfig(max_sequences=2), allocator)

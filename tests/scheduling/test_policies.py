@@ -47,7 +47,7 @@ def test_first_come_and_priority(policy, order):
     assert order_of_admission(scheduler) == order
 
 
-def test_longest_match_goes_first_and_equals_by_arrival():
+def test_longest_match_is_first_and_ties_are_by_arrival():
     scheduler = make(policy="lpm", max_sequences=1, cache=True)
     scheduler.add_request(range(12), 14)
     assert order_of_admission(scheduler) == [1]
@@ -69,7 +69,7 @@ def test_only_the_first_32_waiting_requests_are_looked_up():
     assert order[:9] == list(range(2, 11)) and order.index(42) == 9  # admitted tenth, once it is among the first 32
 
 
-def test_tenants_get_tokens_by_weight_whatever_they_ask_for():
+def test_tenants_get_tokens_by_weight_for_any_request_sizes():
     tenants = {"b": Tenant(weight=2.0)}
     scheduler = make(policy="fair", max_sequences=2, max_batch_sequences=2, tenants=tenants)
     for _ in range(300):
@@ -130,7 +130,7 @@ def test_a_quota_limits_its_tenant_and_no_other():
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_nobody_waits_longer_than_the_bound(policy):
+def test_no_request_waits_longer_than_the_bound(policy):
     """A request waits at most for `max_wait_steps`, then until active requests end, even if newer ones are preferred.
 
     Active requests need at most their tokens times 2 * ceil(active / places) steps.
@@ -151,7 +151,7 @@ def test_nobody_waits_longer_than_the_bound(policy):
     assert scheduler.get_sequence(slow).fed
 
 
-def test_one_that_has_waited_to_the_bound_is_not_preempted_for_later_ones():
+def test_a_request_at_the_waiting_bound_is_not_preempted_for_later_ones():
     scheduler = make(8, watermark=0, max_wait_steps=5, max_sequences=2)
     scheduler.add_request([1] * 8, 20, priority=0)
     scheduler.add_request([1] * 8, 20, priority=0)

@@ -86,7 +86,7 @@ def test_blocks_are_freed_at_the_end_not_at_drain(end):
     assert allocator.in_use == 0 and seq.kv is None and scheduler.num_tokens == 0
 
 
-def test_what_can_never_fit_is_refused_with_both_numbers():
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers():
     scheduler, _ = make(3)
     with refuses(ValueError, 13, 4, 3):
         scheduler.add_request([1], 13)
@@ -115,7 +115,7 @@ def test_admission_leaves_the_watermark_while_others_run():
     assert scheduler.schedule().seq_ids == [2, 3]
 
 
-def test_admission_counts_what_admitted_prompts_have_yet_to_take():
+def test_admission_counts_blocks_that_admitted_prompts_still_need():
     scheduler, _ = make(10, max_prefill_tokens=4, watermark=0)
     scheduler.add_request([1] * 24, 28)
     scheduler.add_request([1] * 20, 24)
@@ -124,7 +124,7 @@ def test_admission_counts_what_admitted_prompts_have_yet_to_take():
     assert scheduler.num_preemptions == 0
 
 
-def test_the_newest_of_the_lowest_priority_gives_way_and_is_recomputed():
+def test_the_newest_of_the_lowest_priority_is_preempted_and_recomputed():
     scheduler, allocator = make(6, watermark=0)
     for priority in (0, 1, 1):
         scheduler.add_request([1, 2, 3, 4, 5, 6, 7], 16, priority=priority)

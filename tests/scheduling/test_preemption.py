@@ -70,7 +70,7 @@ def test_with_a_prefix_cache_only_the_last_blocks_are_given_whatever_the_actions
     assert len(run_to_end(scheduler, engine)) == 3
 
 
-def test_what_is_left_of_a_preempted_one_goes_before_another_is_preempted():
+def test_the_rest_of_a_preempted_request_is_freed_before_another_is_preempted():
     scheduler, engine = make(9, preemption_actions=("partial",))
     for _ in range(3):
         scheduler.add_request(range(10), 36)
@@ -107,7 +107,7 @@ def test_records_are_bounded_and_totals_are_not(monkeypatch):
     st.sampled_from(["prompt", "whole"]),
     st.randoms(use_true_random=False),
 )
-def test_whoever_gives_way_sees_its_own_keys_again(
+def test_a_preempted_sequence_sees_its_own_keys_again(
     num_blocks, requests, actions, cache_policy, policy, lookahead, admission, rng
 ):
     """Random actions, policies, aborts and foreign holders of blocks.

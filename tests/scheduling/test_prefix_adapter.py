@@ -74,7 +74,7 @@ def test_outputs_are_kept_when_the_sequence_ends():
     assert scheduler._blocks.allocator.in_use == cache.num_cached == 2
 
 
-def test_a_branch_begins_with_what_its_trunk_has_generated_so_far():
+def test_a_branch_starts_with_the_tokens_of_its_trunk():
     scheduler, _ = make()
     trunk = scheduler.add_request(range(6), 40)
     for _ in range(8):
@@ -285,7 +285,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again():
     assert preempted and all(seq.num_cached > 0 for seq in preempted)
 
 
-def test_what_does_not_fit_leaves_the_line_and_the_cache_as_they_were():
+def test_a_request_that_does_not_fit_leaves_queue_and_cache_unchanged():
     scheduler, cache = make(8, watermark=0)
     scheduler.add_request(range(8), 10)
     run_to_end(scheduler)
@@ -303,7 +303,7 @@ def test_what_does_not_fit_leaves_the_line_and_the_cache_as_they_were():
     scheduler._blocks.allocator.free(held)
 
 
-def test_what_a_cache_must_share_with_the_pool_is_checked():
+def test_a_cache_must_match_the_pool():
     allocator = BlockAllocator(4)
     with pytest.raises(ValueError, match="one allocator"):
         Scheduler(pool=allocator, prefix_cache=PrefixCache(BlockAllocator(4)))
@@ -349,7 +349,7 @@ def test_a_token_that_the_cache_cannot_hold_is_refused_before_anything_changes(m
     assert cache.num_cached >= 6
 
 
-def test_without_a_cache_tokens_are_whatever_the_caller_says():
+def test_without_a_cache_tokens_may_be_any_objects():
     scheduler = Scheduler()
     scheduler.add_request([1], 3)
     scheduler.commit(scheduler.schedule(), [2**40])

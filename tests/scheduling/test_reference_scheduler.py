@@ -322,7 +322,7 @@ def test_the_same_plan_with_recurrent_states(seed, windows, slots):
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 12), st.sampled_from([2, 5, 20]))
-def test_the_same_plan_with_recurrent_states_that_are_kept_of_what_is_cached(seed, kept, slots):
+def test_the_same_plan_with_checkpoints_of_recurrent_states(seed, kept, slots):
     memory = {"windows": [None], "slots": slots, "kept": kept}
     run(seed, memory=memory, lookahead=0)
     run(seed, memory=memory, lookahead=0, forks=0.1, inbox=True)
@@ -331,14 +331,14 @@ def test_the_same_plan_with_recurrent_states_that_are_kept_of_what_is_cached(see
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
-def test_the_same_plan_beside_a_cache_that_forgets(seed):
+def test_the_same_plan_with_a_cache_that_discards_blocks(seed):
     run(seed, forget=0.1)
     run(seed, tenants=(0, 0, 1, 2), forget=0.05)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32))
-def test_the_longest_match_goes_first_whoever_was_looked_up_again(seed):
+def test_the_longest_match_is_first_after_any_new_look_up(seed):
     run(seed, policy="lpm", max_sequences=20)
     run(seed, policy="lpm", max_sequences=20, tenants=range(9), forget=0.05, others=0.05)
 

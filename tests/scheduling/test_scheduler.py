@@ -271,7 +271,7 @@ def test_a_batch_is_committed_once():
         assert len(scheduler.get_sequence(1).output_tokens) == outputs
 
 
-def test_commit_leaves_sequences_alone_that_ended_meanwhile():
+def test_commit_ignores_sequences_that_ended_meanwhile():
     scheduler = Scheduler()
     for _ in range(3):
         scheduler.add_request([1], 9)
@@ -327,7 +327,7 @@ def test_a_token_below_0_is_never_stored(api, wrong):
 
 @pytest.mark.parametrize("wrong", [1.5, "7", float("nan"), np.float32(2), [7], object()])
 @pytest.mark.parametrize("with_cache", [False, True])
-def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
+def test_a_token_that_is_not_an_integer_is_refused(wrong, with_cache):
     """The cache would truncate a float and store the block under a wrong token."""
     allocator = BlockAllocator(8)
     cache = PrefixCache(allocator, block_size=2) if with_cache else None
@@ -348,7 +348,7 @@ def test_a_token_that_is_no_integer_changes_nothing(wrong, with_cache):
     assert outputs == [[4] * 3, [5] * 3] and {type(token) for row in outputs for token in row} == {int}
 
 
-def test_what_is_no_config_is_named():
+def test_an_invalid_config_is_named():
     with refuses(TypeError, "config", "SchedulerConfig", "int"):
         Scheduler(3)
     for name, value, words in (

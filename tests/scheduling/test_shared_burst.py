@@ -117,7 +117,7 @@ def test_no_request_waits_for_one_of_lower_priority():
 
 
 @pytest.mark.parametrize("way", ["finish_sequence", "remove_sequence"])
-def test_the_next_one_goes_on_when_the_first_is_stopped(way):
+def test_the_next_request_continues_when_the_first_is_stopped(way):
     scheduler, _ = make(max_prefill_tokens=8)
     for _ in range(4):
         scheduler.add_request([5] * 40, 41)

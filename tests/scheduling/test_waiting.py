@@ -211,7 +211,7 @@ def test_a_request_that_is_removed_and_queued_again_is_listed_once(place, aged):
 
 
 @pytest.mark.parametrize("max_wait", [None, 10])
-def test_names_of_tenants_that_are_gone_are_not_kept(max_wait):
+def test_names_of_ended_tenants_are_not_kept(max_wait):
     scheduler = Scheduler(SchedulerConfig(max_sequences=1, max_wait_steps=max_wait))
     runs = scheduler.add_request([1], 10**6)
     waiting = scheduler._waiting
@@ -232,7 +232,7 @@ def test_names_of_tenants_that_are_gone_are_not_kept(max_wait):
 
 @pytest.mark.parametrize("api", [pagepool, reference])
 @pytest.mark.parametrize("max_wait", [None, 10_000])
-def test_a_preempted_one_comes_back_past_those_whom_its_quota_keeps_out(api, max_wait):
+def test_a_preempted_request_resumes_before_requests_blocked_by_its_quota(api, max_wait):
     config = SchedulerConfig(block_size=4, watermark=0, max_wait_steps=max_wait, tenants={"t": Tenant(max_blocks=5)})
     scheduler = api.Scheduler(config, api.BlockAllocator(8))
     scheduler.add_request([1] * 4, 20, priority=2, tenant="t")
@@ -250,7 +250,7 @@ def test_a_preempted_one_comes_back_past_those_whom_its_quota_keeps_out(api, max
     assert not scheduler.has_work
 
 
-def test_an_aged_one_that_was_preempted_goes_before_those_who_came_later():
+def test_an_aged_preempted_request_precedes_later_requests():
     queue = WaitingQueue(POLICIES["priority"], 10)
     seqs = [Sequence(number, [1], 1, 0, tenant) for number, tenant in enumerate("ttu", 1)]
     seqs[1]._counted = True

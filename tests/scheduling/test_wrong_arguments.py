@@ -6,7 +6,7 @@ from refusals import refuses
 from pagepool import BlockAllocator, KvLayout, PrefixCache, Scheduler, SchedulerConfig, Tenant
 
 
-def test_a_scheduler_names_what_is_wrong():
+def test_a_scheduler_names_a_wrong_argument():
     scheduler = Scheduler(SchedulerConfig(), BlockAllocator(8))
     scheduler.add_request([1, 2], 4)
     scheduler.schedule()
@@ -34,7 +34,7 @@ def test_a_scheduler_names_what_is_wrong():
 @pytest.mark.parametrize(
     "lacks", [["inserted"], ["match_held"], ["evictable", "inserted"], ["cached_tokens"], ["evict", "evictable"]]
 )
-def test_a_foreign_prefix_cache_is_asked_at_once_for_what_a_step_will_ask(lacks):
+def test_methods_of_a_foreign_prefix_cache_are_checked_at_construction(lacks):
     class Foreign:
         def __getattr__(self, name):
             if name in lacks:
@@ -54,7 +54,7 @@ def test_a_foreign_prefix_cache_is_asked_at_once_for_what_a_step_will_ask(lacks)
     assert cache.num_cached == 2
 
 
-def test_a_scheduler_refuses_what_is_no_cache():
+def test_a_scheduler_refuses_an_object_that_is_not_a_cache():
     with refuses(TypeError, "prefix_cache", "PrefixCache", "None", "int", 5):
         Scheduler(None, BlockAllocator(8), 5)
 
@@ -75,7 +75,7 @@ def test_a_batch_of_another_scheduler_is_refused():
         ours.give_up(5)
 
 
-def test_a_config_names_what_is_wrong():
+def test_a_wrong_config_value_is_named():
     for call, error, words in (
         (lambda: SchedulerConfig(max_sequences=2.5), TypeError, ("max_sequences", "float", "2.5")),
         (lambda: SchedulerConfig(lookahead=-1), ValueError, ("lookahead", 0, -1)),
