@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).parent.parent))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).parent.parent))  # fallback: the package of the checkout
 from traces import TRACES, make_trace
 
 import pagepool

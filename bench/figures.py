@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-sys.path.append(str(Path(__file__).parent.parent))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).parent.parent))  # fallback: the package of the checkout
 
 import workloads
 from workloads import Work

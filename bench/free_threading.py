@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # fallback: the package of the checkout
 
 from pagepool import BlockAllocator, BlockTables, KvCachePool, KvLayout, PagedSeqState, PrefixCache, decode
 

@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # fallback: the package of the checkout
 
 from machine import Machine
 

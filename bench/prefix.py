@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # fallback: the package of the checkout
 import pagepool
 from pagepool import reference
 from pagepool.replay.prompts import Prompts

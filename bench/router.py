@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # fallback: the package of the checkout
 
 from pagepool.cluster.router import Router
 from pagepool.prefix.events import PrefixEvent, prefix_names

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # fallback: the package of the checkout
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "transfer"))
 
 from transfer_source import SourceProcess, race, words_of

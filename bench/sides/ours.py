@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # the checkout, where no pagepool is installed
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # fallback: the package of the checkout
 
 import pagepool
 from pagepool.memory.quantisation import calibrate_channels
