@@ -141,7 +141,7 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
     policy = options.policy[0] if options.policy else "gittins"
     if policy in PLAIN_POLICIES:
         raise UsageError(f"--policy {policy} does not go with --workers; with them: {', '.join(POLICIES)}")
-    routes = options.route or ["prefix"]
+    routes = options.route or ["cost"]
     clusters: list[Cluster] = []
     with Progress(len(trace) * len(routes)) as progress:
 

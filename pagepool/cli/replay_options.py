@@ -189,7 +189,7 @@ def _add_workers(group: Any) -> None:
         "--route",
         type=_several(_route),
         metavar="NAME,...",
-        help=f"which worker gets a request: {', '.join(ROUTES)}; a run for each; default: prefix",
+        help=f"which worker gets a request: {', '.join(ROUTES)}; a run for each; default: cost",
     )
     add(
         "--staleness",

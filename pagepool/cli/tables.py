@@ -96,6 +96,7 @@ def print_cluster(numbers: dict[str, Any]) -> None:
             f"{row['ttft_ms']['p50']:,.1f}",
             f"{row['ttft_ms']['p99']:,.1f}",
             f"{row['load_spread']:.2f}",
+            f"{row['used_workers']:,}",
         ]
         for row in numbers["routes"]
     ]
@@ -103,5 +104,14 @@ def print_cluster(numbers: dict[str, Any]) -> None:
         f"pagepool replay of {numbers['trace']}: {numbers['requests']:,} requests, {numbers['workers']:,} workers with "
         f"{numbers['blocks']:,} x {numbers['block_size']} tokens"
     )
-    header = ["route", "found", "computed", "moved", "first token p50 ms", "p99 ms", "spread"]
+    header = [
+        "route",
+        "found",
+        "computed",
+        "moved",
+        "first token p50 ms",
+        "p99 ms",
+        "spread",
+        "workers that got a request",
+    ]
     show(title, header, rows, footer(numbers))

@@ -280,7 +280,8 @@ class FrontEnd(Intake):
             is_prefill = not run.tokens and self._can_prefill(run)
             side = self._sides["prefill" if is_prefill else "decode"]
             tokens = run.request.prompt + [token.token_id for token in run.tokens]
-            choice = await self._choose(side, tokens, run.options["cache_salt"])
+            movable = 0 if run.offer is None else len(run.offer.ticket.blocks) * self.limits.block_size
+            choice = await self._choose(side, tokens, run.options["cache_salt"], movable)
             most = 1 if is_prefill else run.max_new_tokens - len(run.tokens)
             params = replace(run.request.params, max_new_tokens=most, stop=())
             call = Call(tokens, len(run.tokens), params, run.options, run.offer, is_prefill, self.epoch)
@@ -343,13 +344,29 @@ class FrontEnd(Intake):
         with suppress(Exception):  # the worker is gone, or the offer expires
             await self._sides["prefill"].workers.release(offer.worker, offer.number)
 
-    async def _choose(self, side: _Side, tokens: list[int], cache_salt: Any) -> Choice:
+    async def _choose(self, side: _Side, tokens: list[int], cache_salt: Any, movable_tokens: int) -> Choice:
         """The worker for a prompt; waits until there is one."""
+        row = np.array(tokens, np.int32)
+        move_cost = self._move_cost(side) if movable_tokens else 1.0
         while True:
             try:
-                return side.router.choose(np.array(tokens, np.int32), cache_salt=cache_salt)
+                return side.router.choose(
+                    row, cache_salt=cache_salt, movable_tokens=movable_tokens, move_cost=move_cost
+                )
             except PoolError:
                 await asyncio.sleep(NO_WORKER_PAUSE)
+
+    def _move_cost(self, side: _Side) -> float:
+        """Time to move a token's pages to a worker, divided by the time to compute a token: measured by the workers."""
+        with self._lock:
+            stats = [*side.stats.values()]
+        moved = sum(one.get("moved_tokens", 0) for one in stats)
+        computed = sum(one.get("prompt_tokens", 0) - one.get("cached_tokens", 0) for one in stats)
+        computed += sum(one.get("generated_tokens", 0) for one in stats)
+        seconds = sum(one.get("step_seconds", 0.0) for one in stats)
+        if not moved or not computed or not seconds:
+            return 0.0  # nothing is known: assume that moving costs little
+        return float(sum(one.get("move_seconds", 0.0) for one in stats) / moved / (seconds / computed))
 
     def _can_prefill(self, run: _Run) -> bool:
         """Whether a prefill worker was heard of just now, and the prompt has a full block to move."""

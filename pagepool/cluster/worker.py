@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from time import time_ns
+from time import perf_counter, time_ns
 from typing import Any
 
 from pagepool.cluster.messages import Begun, Call, Ended, Limits, News
@@ -75,6 +75,7 @@ class Worker:
             if pool is None or engine.runner.groups is not None or engine.runner.states is not None:
                 raise ValueError("pages of this model cannot move: it has windows, recurrent states or no attention")
             self._pages = PageMover(transfer, pool, cache, model)
+        self._moved: dict[str, float] = {"moved_tokens": 0, "move_seconds": 0.0}  # for the router of the front end
         self._running: set[_Running] = set()
         # Reads may wait for a peer: they have threads of their own, so that requests are submitted meanwhile.
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "pagepool-fetch")
@@ -96,18 +97,20 @@ class Worker:
 
         Raises `EngineClosed` when the engine takes no more requests.
         """
-        fetched = None
+        fetched, began = None, perf_counter()
         if call.offer is not None and self._pages is not None:
             salt = call.options.get("cache_salt")
             fetch = partial(self._pages.fetch, call.offer, call.tokens, salt)
             fetched = await asyncio.get_running_loop().run_in_executor(self._fetching, fetch)
+            if fetched.moved_tokens:
+                self._moved["moved_tokens"] += fetched.moved_tokens
+                self._moved["move_seconds"] += perf_counter() - began
         try:
-            generation = await asyncio.to_thread(self._submit, call)
+            generation, cached = await asyncio.to_thread(self._submit, call)
         except RequestRejected as error:
             yield Ended("error", str(error))
             return
-        found = 0 if fetched is None else fetched.found_tokens + fetched.moved_tokens
-        running = _Running(generation, call.front_end, len(call.tokens) - found)
+        running = _Running(generation, call.front_end, len(call.tokens) - cached)
         self._running.add(running)
         try:
             is_first = True
@@ -149,8 +152,9 @@ class Worker:
             snapshot = PrefixSnapshot(1, [], 0) if cache is None else cache.snapshot()
         events = cache.drain_events() if cache is not None and not wants_snapshot else []
         pool = engine.runner.pool
-        room = 0 if pool is None else pool.allocator.available + (0 if cache is None else cache.evictable)
-        return News(self.name, self.is_prefill, self.epoch, events, snapshot, self.load(), room, engine.stats())
+        room = 0 if pool is None else pool.allocator.available
+        stats = {**engine.stats(), **self._moved}
+        return News(self.name, self.is_prefill, self.epoch, events, snapshot, self.load(), room, stats)
 
     def load(self) -> int:
         """Tokens that it has to compute: of prompts without a first new token, and one of each request that decodes."""
@@ -183,9 +187,12 @@ class Worker:
             self._pages.close()
         self.engine.close()
 
-    def _submit(self, call: Call) -> Generation:
-        request = self.engine._read(call.tokens, call.params)
-        return self.engine._submit(request, call.num_generated, **call.options)
+    def _submit(self, call: Call) -> tuple[Generation, int]:
+        """Submit a call to the engine; return its generation and how many of its tokens were cached before."""
+        request, cache = self.engine._read(call.tokens, call.params), self.engine.prefix_cache
+        salt = call.options.get("cache_salt")
+        cached = 0 if cache is None else cache.cached_tokens(call.tokens, cache_salt=salt)
+        return self.engine._submit(request, call.num_generated, **call.options), min(cached, len(call.tokens) - 1)
 
     def _begun(self, generation: Generation, fetched: Fetched | None) -> Begun:
         if fetched is None:

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any, TypeAlias
 
-from pagepool.cluster.router import Choice, Router
+from pagepool.cluster.router import RULES, Choice, Router
 from pagepool.config import SchedulerConfig
 from pagepool.errors import PoolError
 from pagepool.memory.allocator import BlockAllocator
@@ -22,7 +22,7 @@ from pagepool.scheduling import ScheduledBatch
 
 __all__ = ["ROUTES", "Cluster", "ClusterOptions", "Link"]
 
-ROUTES = ("prefix", "least-loaded", "round-robin", "random")
+ROUTES = (*RULES, "least-loaded", "round-robin", "random")
 MAX_EVENTS = 4096  # of a step; when there are more, the router takes a snapshot
 SIGN_OF_LIFE = 5_000_000  # microseconds
 EPOCH = 1  # no worker restarts here
@@ -63,10 +63,10 @@ class ClusterOptions:
 class Inbox:
     """The requests that a worker was sent, as its arrivals."""
 
-    def __init__(self, cluster: Cluster, move: Callable[[int, int], None]) -> None:
+    def __init__(self, cluster: Cluster, worker: Worker) -> None:
         self._items: list[_Item] = []
         self._cluster = cluster
-        self._move = move
+        self._worker = worker
 
     def push(self, item: _Item) -> None:
         heappush(self._items, item)
@@ -79,11 +79,12 @@ class Inbox:
         """Take the next request: its index and its arrival time. What was moved for it is cached now."""
         _, _, index, arrival, moved = heappop(self._items)
         if moved:
-            self._move(index, moved)
+            self._worker.take_pages(index, moved)
         return index, arrival
 
     def ended(self, index: int, time: int) -> None:
         """Request `index` has its answer or was refused at `time`."""
+        self._worker.began(index, 0)
         self._cluster.arrivals.ended(index, time)
 
 
@@ -91,16 +92,18 @@ class Worker(Replay):
     """An engine of the cluster: its replay takes requests from an inbox, and knows what it has still to compute.
 
     received  requests that it was sent
-    load      tokens of prompts that are neither computed nor found in the cache, and one for each sequence that decodes
+    load      tokens of prompts that it has to compute, and one for each sequence that decodes. How many tokens of a
+              prompt are cached is estimated when the prompt is sent
     """
 
     def __init__(self, cluster: Cluster, config: SchedulerConfig, cost: CostModel, blocks: int, policy: str) -> None:
         allocator = BlockAllocator(blocks)
         self.prefixes = PrefixCache(allocator, config.block_size, policy, max_events=MAX_EVENTS)
-        self.inbox = Inbox(cluster, self._take_pages)
+        self.inbox = Inbox(cluster, self)
         self._cluster = cluster
         self.received = 0
         self._unread = 0
+        self._expected: dict[int, int] = {}  # request that has not begun -> its share of _unread
         self._decoding = 0
         self._new: set[int] = set()  # sequences that have not begun
         super().__init__(
@@ -119,9 +122,17 @@ class Worker(Replay):
 
     def send(self, item: _Item) -> None:
         """Put a request into the inbox."""
+        _, _, index, _, moved = item
         self.received += 1
-        self._unread += self.trace.prompt[item[2]]
+        self._expected[index] = self.trace.prompt[index] - max(moved, self.cached(index))
+        self._unread += self._expected[index]
         self.inbox.push(item)
+
+    def began(self, index: int, computed: int) -> None:
+        """A request has `computed` tokens to compute; 0 if it was refused. Does nothing for one that began before."""
+        expected = self._expected.pop(index, None)
+        if expected is not None:
+            self._unread += computed - expected
 
     def cached(self, index: int) -> int:
         """Tokens of a request's prompt that are cached now, in full blocks and without the last one."""
@@ -129,7 +140,8 @@ class Worker(Replay):
         tokens = self.prefixes.cached_tokens(prompt[:-1], cache_salt=salt)
         return tokens - tokens % self.prefixes.block_size
 
-    def _take_pages(self, index: int, tokens: int) -> None:
+    def take_pages(self, index: int, tokens: int) -> None:
+        """The first `tokens` tokens of a request's prompt were moved here."""
         self.prefixes.touch(self._cluster.prompt(index)[:tokens], cache_salt=self._cluster.tokens.salt(index))
 
     def _add(self, index: int, prompt: int, limit: int) -> int:
@@ -144,9 +156,9 @@ class Worker(Replay):
         for seq_id in batch.seq_ids[batch.num_decodes :]:
             if seq_id in self._new:
                 self._new.remove(seq_id)
-                found = self.scheduler.get_sequence(seq_id).num_cached
-                self._unread -= found
-                self._cluster.began(self._requests[seq_id], found)
+                index, found = self._requests[seq_id], self.scheduler.get_sequence(seq_id).num_cached
+                self.began(index, self.trace.prompt[index] - found)
+                self._cluster.began(index, found)
 
 
 class Cluster:
@@ -174,8 +186,10 @@ class Cluster:
         self.now = 0
         self.prompt_tokens = self.found_tokens = self.moved_tokens = self.moved_us = 0
         self.router: Router | None = None
-        if options.route == "prefix" or options.link is not None:
-            self.router = Router(self.workers[0].prefixes.block_size, options.workers, clock=lambda: self.now / 1e6)
+        if options.route in RULES or options.link is not None:
+            rule = options.route if options.route in RULES else "cost"
+            size = self.workers[0].prefixes.block_size
+            self.router = Router(size, options.workers, rule=rule, clock=lambda: self.now / 1e6)
             for number in range(options.workers):
                 self.router.update(number, EPOCH, [], load=0, room=blocks)
         self._cost = cost
@@ -241,8 +255,8 @@ class Cluster:
     def _choose(self, index: int) -> int:
         route, workers = self.options.route, self.workers
         self._deliver()
-        if route == "prefix" and self.router is not None:
-            choice = self.router.choose(self.prompt(index), cache_salt=self.tokens.salt(index))
+        if route in RULES and self.router is not None:
+            choice = self._ask_router(self.router, index)
             self._choices[index] = choice
             return int(choice.worker)
         if route == "round-robin":
@@ -250,6 +264,14 @@ class Cluster:
         if route == "random":
             return self._random.randrange(len(workers))
         return min(range(len(workers)), key=lambda number: (workers[number].load, self._last_sent[number]))
+
+    def _ask_router(self, router: Router, index: int) -> Choice:
+        prompt, salt, link = self.prompt(index), self.tokens.salt(index), self.options.link
+        if link is None:
+            return router.choose(prompt, cache_salt=salt)
+        movable = max(router.forecast(prompt, cache_salt=salt).values(), default=0)
+        cost = link.cost(movable) / max(1, movable * self._cost.prefill)
+        return router.choose(prompt, cache_salt=salt, movable_tokens=movable, move_cost=cost)
 
     def _move(self, index: int, number: int, arrival: int, link: Link) -> tuple[int, int]:
         """Moves pages for a request where that takes less time than to compute them: the tokens that will be there, and

@@ -16,6 +16,7 @@ def cluster_results(clusters: list[Cluster], users: int | None = None) -> dict[s
     """Everything counted, the same in every run. `routes` has an object for each cluster, of one trace and one size.
 
     `hit_rate`: the share of the prompts' tokens that was cached when a request began, moved ones included.
+    `used_workers`: how many workers got a request.
     `load_spread`: the busy time of the busiest worker over the mean of all. `moved_s`: the time that links were busy.
     `router`: `Router.stats()`, null where the route and the link need none.
     """
@@ -51,6 +52,7 @@ def _of_route(cluster: Cluster) -> dict[str, Any]:
         "virtual_s": max(one.time_us for one in totals) / 1e6,
         "ttft_ms": percentiles(sum((one.latency.ttft for one in totals), Counter())),
         "tbt_ms": percentiles(sum((one.latency.tbt for one in totals), Counter())),
+        "used_workers": sum(worker.received > 0 for worker in cluster.workers),
         "load_spread": ratio(max(busy) * len(busy), sum(busy)),
         "moved_tokens": cluster.moved_tokens,
         "moved_s": cluster.moved_us / 1e6,

@@ -131,8 +131,8 @@ def test_with_every_message_in_time_the_forecast_is_what_a_worker_finds(served, 
             assert forecasts(router, worker.name, [prompt, tokens]) == truth(worker.cache, [prompt, tokens])
 
 
-def test_the_longest_prefix_comes_first_then_load_then_room_then_who_waits_longest():
-    router, workers, _ = router_of()
+def test_with_the_rule_prefix_the_longest_prefix_comes_first_then_load_then_room_then_who_waits_longest():
+    router, workers, _ = router_of(rule="prefix")
     workers["a"].cache.touch([1, 2, 3, 4])
     workers["b"].cache.touch([1, 2, 3, 4, 5, 6])
     tell(router, workers["a"], load=0, room=9)
@@ -162,6 +162,72 @@ class Same:
         return repr(self.wanted)
 
 
+def test_a_prompt_goes_where_load_and_computed_tokens_cost_least():
+    """Room for everything, so that nothing is evicted. An idle worker exists, so that the weight is 2."""
+    router, workers, _ = router_of()
+    workers["a"].cache.touch([1, 2, 3, 4, 5, 6])
+    tell(router, workers["a"], load=11, room=1_000)
+    tell(router, workers["b"], load=100, room=1_000)
+    tell(router, workers["c"], load=0, room=1_000)
+    assert router.choose([1, 2, 3, 4, 5, 6, 7]) == Same("a", 6)  # 11 + 2 * 1 at a, 0 + 2 * 7 at c
+    tell(router, workers["a"], load=13, room=1_000)
+    assert router.choose([1, 2, 3, 4, 5, 6, 8]) == Same("c", 0)  # 13 + 2 * 1 at a
+
+
+def test_computed_tokens_weigh_more_while_every_worker_is_busy():
+    router, workers, _ = router_of()
+    workers["a"].cache.touch([1, 2, 3, 4])
+    for worker in workers.values():
+        tell(router, worker, load=1, room=1_000)
+    router.choose([9] * 10)  # a prompt has 10 tokens to compute
+    tell(router, workers["a"], load=120, room=1_000)
+    tell(router, workers["b"], load=100, room=1_000)
+    tell(router, workers["c"], load=100, room=1_000)
+    # The weight is 2 + 100 / 10: 120 + 12 * 1 at a, 100 + 12 * 5 at b and c.
+    assert router.choose([1, 2, 3, 4, 5]) == Same("a", 4)
+
+
+def test_tokens_that_must_be_evicted_cost_as_often_as_recent_prompts_were_cached():
+    router, workers, _ = router_of()
+    for name in "ab":
+        workers[name].cache.touch([1, 2, 3, 4])
+    tell(router, workers["a"], load=3, room=1_000)
+    tell(router, workers["b"], load=0, room=0)
+    tell(router, workers["c"], load=1_000, room=0)
+    # b would evict 6 tokens, but no token of a prompt was cached until now: 0 + 2 * 6 at b, 3 + 2 * 6 at a.
+    assert router.choose([1, 2, 3, 4, *range(10, 16)]) == Same("b", 4)
+    tell(router, workers["b"], load=0, room=0)
+    # 40 % of the prompt before was cached: 0 + 2 * 9 + 0.4 * 9 at b, 3 + 2 * 9 at a.
+    assert router.choose([1, 2, 3, 4, *range(20, 29)]) == Same("a", 4)
+
+
+@pytest.mark.parametrize(
+    ("move_cost", "choice"),
+    [
+        (0.25, ("b", 0)),  # b moves 4 tokens and computes 2: 2 * (0.25 * 4 + 2), against 5 + 2 * 2 at a
+        (1.0, ("a", 4)),  # as if b computed all of them
+        (3.0, ("a", 4)),  # b would compute them
+    ],
+)
+def test_tokens_that_can_be_moved_cost_less_than_computed_ones(move_cost, choice):
+    router, workers, _ = router_of()
+    workers["a"].cache.touch([1, 2, 3, 4])
+    for name, load in (("a", 5), ("b", 0), ("c", 1_000)):
+        tell(router, workers[name], load=load, room=1_000)
+    assert router.choose([1, 2, 3, 4, 5, 6], movable_tokens=4, move_cost=move_cost) == Same(*choice)
+
+
+@pytest.mark.parametrize(("rule", "used"), [("cost", 64), ("prefix", 1)])
+def test_prompts_that_share_one_block_use_all_workers(rule, used):
+    """One block of 512 tokens is little beside a queue: each prompt has 4,096 tokens, and they come at once."""
+    router = Router(512, 64, rule=rule, max_imbalance=1 << 20, clock=Clock())
+    for worker in range(64):
+        router.update(worker, 1, [], load=0, room=1_024)
+    shared = [7] * 512
+    chosen = [router.choose([*shared, *[number + 10] * 3_584]).worker for number in range(64)]
+    assert len(set(chosen)) == used
+
+
 def test_a_choice_is_load_until_the_worker_reports():
     router, workers, _ = router_of()
     chosen = [router.choose([10 * number] * 5).worker for number in range(1, 7)]
@@ -188,7 +254,7 @@ def test_a_load_counts_what_is_on_its_way_to_the_worker():
 
 
 def test_a_worker_far_ahead_of_the_others_is_passed_over():
-    router, workers, _ = router_of(max_imbalance=100)
+    router, workers, _ = router_of(rule="prefix", max_imbalance=100)
     workers["a"].cache.touch([1, 2])
     tell(router, workers["a"], load=102)
     assert router.choose([1, 2, 3]) == Same("a", 2)  # 100, and 2 that another one had to compute
@@ -380,6 +446,7 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
     [
         (lambda r: Router(0), ValueError, "block_size must be from 1 to 1024, not 0"),
         (lambda r: Router(2, 0), ValueError, "max_workers must be from 1 to 65536, not 0"),
+        (lambda r: Router(2, rule="fast"), ValueError, "rule must be one of cost, prefix, not 'fast'"),
         (lambda r: Router(2, max_staleness=-1), ValueError, "max_staleness must be 0 or more, not -1"),
         (lambda r: Router(2, max_imbalance=None), TypeError, "max_imbalance must be an integer, not None"),
         (lambda r: r.update("a", 1, 5, load=0, room=0), TypeError, "events must be a list of PrefixEvent, not int: 5"),
@@ -413,6 +480,12 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
         (lambda r: r.restore("a", 1, [], load=0, room=0), TypeError, "snapshot must be a PrefixSnapshot, not list: []"),
         (lambda r: r.choose(["a"]), TypeError, "tokens must be integers, not <U1"),
         (lambda r: r.choose([1], cache_salt=0.5), TypeError, "cache_salt must be str, bytes, bool, int"),
+        (
+            lambda r: r.choose([1], movable_tokens=-1),
+            ValueError,
+            "movable_tokens must be at least 0, not -1",
+        ),
+        (lambda r: r.choose([1], move_cost=-0.5), ValueError, "move_cost must be 0.0 or more, not -0.5"),
         (lambda r: r.report(None, 0), TypeError, "choice must be a Choice, not None"),
         (lambda r: r.report(Choice("a", 0), -1), ValueError, "found_tokens must be at least 0, not -1"),
     ],

@@ -86,7 +86,7 @@ def test_a_request_waits_for_the_step_that_its_worker_is_in(make_trace, capsys):
     options = ("--workers", "3", "--cost", "1000,10,100")
     [row] = run(capsys, make_trace(records, unit="us", block=4), *options)["routes"]
     assert row["found_tokens"] == 8 and row["virtual_s"] == 0.0021
-    assert row["load_spread"] == 3  # one did everything
+    assert row["load_spread"] == 3 and row["used_workers"] == 1  # one did everything
 
 
 @pytest.mark.parametrize("link", [(), ("--link", "0.001,50"), ("--link", "10,1")])
@@ -140,10 +140,14 @@ def test_a_link_sends_transfers_one_after_another(make_trace, capsys):
 
 
 @pytest.mark.parametrize("gap", [5, 40])
-def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsys, gap):
-    """Summed over six traces: in a single trace one request on another worker changes the result by more."""
-    options = ("--workers", "8", "--blocks", "60", "--cost", "2000,60,150")
-    computed = dict.fromkeys((0, 10_000, 200_000), 0)
+@pytest.mark.parametrize(("route", "latest"), [("cost", 10_000), ("prefix", 200_000)])
+def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsys, gap, route, latest):
+    """Summed over six traces: in a single trace one request on another worker changes the result by more.
+
+    A step takes 2 ms: after 200 ms the loads that `cost` compares are those of other requests.
+    """
+    options = ("--workers", "8", "--blocks", "60", "--cost", "2000,60,150", "--route", route)
+    computed = dict.fromkeys((0, latest), 0)
     for seed in range(6):
         path = make_trace(traffic(seed, 400, gap), block=4)
         for staleness in computed:
@@ -152,9 +156,19 @@ def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsy
     assert max(computed.values()) <= 1.02 * computed[0]
 
 
+def test_prompts_that_share_one_block_use_all_workers(make_trace, capsys):
+    """16 prompts of 64 tokens, 4 of them shared, come within 1 ms. A prompt takes 13 ms."""
+    records = [[number * 50, 64, 1, [0, 1, 100 * (number + 1), 15]] for number in range(16)]
+    options = ("--workers", "8", "--blocks", "200", "--cost", "1000,200,100", "--route", "cost,prefix,least-loaded")
+    found = routes(capsys, make_trace(records, unit="us", block=4), *options)
+    assert {route: row["used_workers"] for route, row in found.items()} == {"cost": 8, "prefix": 1, "least-loaded": 8}
+    assert found["cost"]["ttft_ms"]["p50"] <= found["least-loaded"]["ttft_ms"]["p50"]
+    assert found["cost"]["prefill_tokens"] <= found["least-loaded"]["prefill_tokens"]
+
+
 def test_a_log_that_is_too_short_for_a_step_costs_snapshots_and_no_hits(make_trace, capsys, monkeypatch):
     path = make_trace(traffic(5), block=4)
-    options = ("--workers", "3", "--blocks", "40")
+    options = ("--workers", "3", "--blocks", "40", "--route", "prefix")
     [whole] = run(capsys, path, *options)["routes"]
     monkeypatch.setattr(cluster, "MAX_EVENTS", 3)
     [short] = run(capsys, path, *options)["routes"]
@@ -194,7 +208,12 @@ def test_the_table_has_a_line_for_each_route(make_trace, capsys):
         "found",
         "computed",
     ]
-    assert lines[0].split()[:4] == ["prefix", "44.4%", "10", "0"] and lines[1].split()[0] == "random"
+    assert header.split("  ")[-1].strip() == "workers that got a request"
+    assert (
+        lines[0].split()[:4] == ["prefix", "44.4%", "10", "0"]
+        and lines[0].split()[-1] == "1"
+        and lines[1].split()[0] == "random"
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +240,7 @@ def test_options_that_do_not_go_together(make_trace, capsys, arguments, message)
     ("arguments", "message"),
     [
         (["--workers", "0"], "must be from 1 to 65536, not 0"),
-        (["--route", "nearest"], "'nearest' is not one of prefix, least-loaded, round-robin, random"),
+        (["--route", "nearest"], "'nearest' is not one of cost, prefix, least-loaded, round-robin, random"),
         (["--link", "0,5"], "'0,5' is not a link"),
         (["--link", "5"], "'5' is not a link"),
         (["--staleness", "-1"], "must be from 0 to"),
