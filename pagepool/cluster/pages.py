@@ -13,6 +13,8 @@ from pagepool.errors import PoolExhausted, TransferError
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.prefix.cache import PrefixCache
+from pagepool.prefix.events import prefix_names
+from pagepool.prefix.keys import root_key, root_name
 from pagepool.transfer import Lease, ReadResult, Ticket, Transfer
 
 __all__ = ["Fetched", "PageMover"]
@@ -105,7 +107,8 @@ class PageMover:
             if not len(blocks):
                 return None
             with self._lock:
-                lease = self._transfer.offer(blocks.tolist(), seconds=self._seconds)
+                names = self._names(tokens, len(blocks), cache_salt)
+                lease = self._transfer.offer(blocks.tolist(), names, seconds=self._seconds)
                 self._last_lease += 1
                 self._leases[self._last_lease] = lease
                 return Offer(lease.ticket, self._transfer.describe(), self._last_lease, worker)
@@ -166,6 +169,7 @@ class PageMover:
             if len(held) == count:
                 return Fetched(found, 0, "")
             blocks = self._take(taken, count - len(held))
+            self._check_names(offer.ticket, row, count, cache_salt)
             wanted = Ticket(offer.ticket.peer, offer.ticket.epoch, offer.ticket.blocks[len(held) : count])
             result = self._read(offer, wanted, blocks)
             # A page is of use if those before it are there.
@@ -181,26 +185,42 @@ class PageMover:
             taken.give_back()
             matched.give_back()
 
+    def _names(self, tokens: Sequence[int], count: int, cache_salt: Any) -> list[bytes]:
+        """The names of the first `count` blocks of a prompt: they follow from its salt and its tokens."""
+        size = self._cache.block_size
+        return prefix_names(tokens[: count * size], size, root_name(root_key(cache_salt, ())))
+
+    def _check_names(self, ticket: Ticket, row: list[int], count: int, cache_salt: Any) -> None:
+        """Raise `TransferError` unless the ticket is for the pages of this prompt."""
+        names = self._names(row, count, cache_salt)
+        if list(ticket.names[:count]) != names:
+            pairs = enumerate(zip(ticket.names, names, strict=False))
+            first = next((place for place, (theirs, ours) in pairs if theirs != ours), 0)
+            raise TransferError(f"the ticket is of another prompt: block {first} of {count} has another name")
+
     def _take(self, refs: BlockRefs, count: int) -> list[int]:
         """So many blocks, evicted from the cache if need be. Raises `PoolExhausted`."""
         try:
             blocks = refs.allocate_n(count)
         except PoolExhausted:
-            self._cache.evict(count)
+            self._cache.evict(max(1, count - self._allocator.available))
             blocks = refs.allocate_n(count)
         return [*map(int, blocks)]
 
     def _read(self, offer: Offer, ticket: Ticket, blocks: list[int]) -> ReadResult:
         with self._lock:
-            peer = self._transfer.meet(offer.peer)
+            try:
+                peer = self._transfer.meet(offer.peer)
+            except ValueError:  # it was met before it started again
+                self._forget(offer.peer.name)
+                peer = self._transfer.meet(offer.peer)
             number = self._transfer.read(ticket, blocks)
         while True:
             with self._lock:
                 self._poll()
                 result = self._results.pop(number, None)
-                if result is not None and not result.loaded:
-                    # It may be gone for good. Who offers again is met again.
-                    self._forget(peer)
+                if result is not None and self._transfer.is_lost(peer):
+                    self._forget(peer)  # it may be gone for good; a worker that offers again is met again
             if result is not None:
                 return result
             sleep(PAUSE)

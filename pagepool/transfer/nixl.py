@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from hashlib import sha256
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,8 @@ from pagepool.transfer.protocol import Memory, Transfer
 from pagepool.transfer.tickets import Lease, PeerDescription
 
 __all__ = ["NixlTransfer"]
+
+DIGEST_BYTES = 32  # before NIXL's metadata: their SHA-256
 
 
 class NixlTransfer(Transfer):
@@ -58,7 +61,7 @@ class NixlTransfer(Transfer):
             metadata: bytes = self._agent.get_agent_metadata()
         except self._errors as error:
             raise TransferError(f"NIXL cannot register {memory.pages.nbytes} bytes of pages: {error}") from error
-        return metadata
+        return sha256(metadata).digest() + metadata
 
     def _detach(self, requests: list[Any]) -> None:
         # A request that is released, and one whose peer is removed, still writes what comes late: only the end of the
@@ -68,8 +71,11 @@ class NixlTransfer(Transfer):
         self._agent = None
 
     def _connect(self, peer: PeerDescription) -> None:
+        digest, metadata = peer.connection[:DIGEST_BYTES], peer.connection[DIGEST_BYTES:]
+        if sha256(metadata).digest() != digest:  # NIXL reads them in C++, where wrong bytes can end the process
+            raise TransferError(f"the description of peer {peer.name!r} was changed on its way")
         try:
-            self._agent.add_remote_agent(peer.connection)
+            self._agent.add_remote_agent(metadata)
         except self._errors as error:
             raise TransferError(f"NIXL cannot connect to peer {peer.name!r}: {error}") from error
 

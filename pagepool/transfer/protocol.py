@@ -103,6 +103,7 @@ class Transfer(ABC):
         self.timeout = real("timeout", timeout, 0.0)
         self._registered: _Registered | None = None
         self._peers: dict[str, PeerDescription] = {}
+        self._lost: set[str] = set()  # names of peers for `is_lost`
         self._leaving: dict[str, PeerDescription] = {}  # forgotten, but reads of theirs have not ended
         self._leases: list[Lease] = []
         self._reads: dict[int, _Read] = {}
@@ -218,8 +219,10 @@ class Transfer(ABC):
         try:
             pairs = tuple(zip(ids, own.generations.of(ids).tolist(), strict=True))
             lease = Lease(Ticket(self.name, own.description.epoch, pairs, tuple(names)), monotonic() + lasts, refs)
-        except BaseException:
+        except BaseException as error:
             refs.give_back()
+            if isinstance(error, TransferError):  # of the ticket: the arguments are at fault
+                raise ValueError(str(error)) from None
             raise
         self._leases.append(lease)
         return lease
@@ -283,7 +286,7 @@ class Transfer(ABC):
             now = monotonic()
             for lease in [lease for lease in self._leases if lease.expires <= now]:
                 self.withdraw(lease)
-            results = [result for read in [*self._reads.values()] if (result := self._advance(read, now))]
+            results = [result for read in [*self._reads.values()] if (result := self._advance_alone(read, now))]
             self._disconnect_idle()
             if results or now >= end or all(read.is_reported for read in self._reads.values()):
                 return results
@@ -296,6 +299,13 @@ class Transfer(ABC):
             raise ValueError(f"read {read} has ended or never began; the last one was {self._last_read}")
         found.error = found.error or "the read was cancelled"
 
+    def is_lost(self, peer: str) -> bool:
+        """Return whether a read found that a peer does not answer in time, cannot be reached or is in another epoch.
+
+        Until `forget`. False for a peer that is well and has taken the pages of a ticket anew.
+        """
+        return peer in self._lost
+
     def forget(self, peer: str) -> None:
         """Ends all reads from a peer, whose blocks `poll` returns as failed, and the connection when they have ended.
 
@@ -304,6 +314,7 @@ class Transfer(ABC):
         if peer not in self._peers:
             raise ValueError(f"peer {peer!r} is none of the {len(self._peers)} that were met")
         self._leaving[peer] = self._peers.pop(peer)
+        self._lost.discard(peer)
         for read in self._reads.values():
             if read.ticket.peer == peer:
                 read.error = read.error or f"peer {peer!r} was forgotten"
@@ -393,6 +404,15 @@ class Transfer(ABC):
             read.request = self._post(peer, copies)
         except TransferError as error:
             read.error = str(error)
+            self._lost.add(peer.name)
+
+    def _advance_alone(self, read: _Read, now: float) -> ReadResult | None:
+        """As `_advance`. A read that cannot be advanced fails and never stops other reads."""
+        try:
+            return self._advance(read, now)
+        except Exception as error:
+            read.error = read.error or f"the read failed: {type(error).__name__}: {error}"
+            return None if read.is_reported else self._report(read, np.zeros(len(read.blocks), bool))
 
     def _advance(self, read: _Read, now: float) -> ReadResult | None:
         """Takes a read as far as it goes now; returns its result, once."""
@@ -405,6 +425,7 @@ class Transfer(ABC):
             self._post_read(read, self._peers[read.ticket.peer])
         if not read.error and now >= read.deadline:
             read.error = f"peer {read.ticket.peer!r} has not answered for {self.timeout:g} s"
+            self._lost.add(read.ticket.peer)
         if read.error and (read.request is None or self._has_arrived(read)):
             self._drop(read)
         if read.error and not read.is_reported:
@@ -417,7 +438,9 @@ class Transfer(ABC):
             if not self._check(read.request):
                 return False
         except TransferError as error:
-            read.error = read.error or str(error)
+            if not read.error:
+                read.error = str(error)
+                self._lost.add(read.ticket.peer)
         read.request = None
         return True
 
@@ -428,6 +451,7 @@ class Transfer(ABC):
         wanted = np.array([times for _, times in read.ticket.blocks], np.uint64)
         if epoch != read.ticket.epoch:
             read.error = f"peer {read.ticket.peer!r} is in epoch {epoch}, the ticket of {read.ticket.epoch}"
+            self._lost.add(read.ticket.peer)
             return np.zeros(len(wanted), bool)
         same = words >> np.uint64(32) == wanted
         good: NDArray[np.bool_] = same & (words & np.uint64(0xFFFFFFFF) != 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pagepool._arguments import integer
 from pagepool._version import __version__
+from pagepool.errors import TransferError
 
 if TYPE_CHECKING:
     from pagepool.memory.block_refs import BlockRefs
@@ -16,12 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "PeerDescription", "ReadResult", "Ticket", "fingerprint"]
 
 
+MAX_BLOCK = 2**31 - 1  # as `BlockAllocator` has it
+MAX_GENERATION = 2**32 - 1
+MAX_EPOCH = 2**63 - 1
+MAX_ADDRESS = 2**63 - 1
+MAX_TICKET_BLOCKS = 2**20
+MAX_TEXT = 4096  # characters of the name of a peer and of a fingerprint, bytes of the name of a block
+MAX_CONNECTION = 2**20  # bytes
+
+
 @dataclass(frozen=True)
 class Ticket:
     """Says where pages were when the ticket was made, and how a reader sees whether they are still there.
 
-    It is plain data and can be pickled. It holds nothing: the `Lease` that comes with it does. A ticket is for pages
-    that are final. Raises `TypeError` for what is no integer, `ValueError` for no blocks or another number of names.
+    It is plain data and can be pickled; unpickling checks the fields, too. It holds no blocks: the `Lease` that comes
+    with it does. A ticket is for pages that are final. Raises `TransferError` for a field of another type or out of
+    bounds.
 
     Attributes
     ----------
@@ -30,7 +42,7 @@ class Ticket:
     epoch
         Of that transfer's pool: another number each time that a pool is registered.
     blocks
-        (block, generation) of each page, in the order of the tokens; see `BlockGenerations`.
+        (block, generation) of each page, in the order of the tokens, up to 2**20; see `BlockGenerations`.
     names
         What the engine calls the blocks, one for each or none, for example the names of a `PrefixEvent`.
 
@@ -46,13 +58,22 @@ class Ticket:
     names: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        pairs = ((integer("a block", block, 0), integer("a generation", times, 0)) for block, times in self.blocks)
-        object.__setattr__(self, "blocks", tuple(pairs))
-        object.__setattr__(self, "names", tuple(self.names))
-        if not self.blocks:
-            raise ValueError("a ticket needs at least 1 block, not 0")
+        _check_text("the peer of a ticket", self.peer)
+        _set(self, "epoch", _number("the epoch of a ticket", self.epoch, MAX_EPOCH))
+        pairs = _row("the blocks of a ticket", self.blocks)
+        if not pairs:
+            raise TransferError("a ticket needs at least 1 block, not 0")
+        _set(self, "blocks", tuple(_pair(pair) for pair in pairs))
+        _set(self, "names", _row("the names of a ticket", self.names))
         if self.names and len(self.names) != len(self.blocks):
-            raise ValueError(f"a ticket of {len(self.blocks)} blocks has as many names or none, not {len(self.names)}")
+            raise TransferError(
+                f"a ticket of {len(self.blocks)} blocks has as many names or none, not {len(self.names)}"
+            )
+        for name in self.names:
+            _check_bytes("a name of a ticket", name, MAX_TEXT)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ticket, (self.peer, self.epoch, self.blocks, self.names)
 
 
 @dataclass(eq=False)
@@ -74,7 +95,9 @@ class Lease:
 
 @dataclass(frozen=True)
 class PeerDescription:
-    """All that another `Transfer` needs to meet this one. It is plain data and can be pickled.
+    """All that another `Transfer` needs to meet this one. It is plain data and can be pickled, as a `Ticket` can.
+
+    Raises `TransferError` for a field of another type or out of bounds.
 
     Attributes
     ----------
@@ -107,6 +130,17 @@ class PeerDescription:
     words: int
     epoch_word: int
     connection: bytes
+
+    def __post_init__(self) -> None:
+        for name in ("name", "transport", "fingerprint"):
+            _check_text(f"the {name} of a peer", getattr(self, name))
+        most = {"epoch": MAX_EPOCH, "num_blocks": MAX_BLOCK}
+        for name in ("epoch", "num_blocks", "pages", "words", "epoch_word"):
+            _set(self, name, _number(f"{name} of a peer", getattr(self, name), most.get(name, MAX_ADDRESS)))
+        _check_bytes("the connection of a peer", self.connection, MAX_CONNECTION)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PeerDescription, astuple(self)
 
 
 class ReadResult(NamedTuple):
@@ -154,3 +188,43 @@ def fingerprint(pool: KvCachePool, model: str = "") -> str:
     scale = pool.k_channel_scale
     scales = "" if scale is None else f", channel scales {sha256(scale.tobytes()).hexdigest()[:16]}"
     return f"{pages}{scales}, model {model!r}, pagepool {__version__}"
+
+
+def _set(holder: object, name: str, value: Any) -> None:
+    """Set a field of a frozen dataclass."""
+    object.__setattr__(holder, name, value)
+
+
+def _number(what: str, value: Any, most: int) -> int:
+    try:
+        return integer(what, value, 0, most)
+    except (TypeError, ValueError) as error:
+        raise TransferError(str(error)) from None
+
+
+def _row(what: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TransferError(f"{what} must be a sequence, not {type(value).__name__}")
+    row = tuple(value)
+    if len(row) > MAX_TICKET_BLOCKS:
+        raise TransferError(f"{what} are {len(row)}, and at most {MAX_TICKET_BLOCKS} are allowed")
+    return row
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    pair = _row("a block of a ticket", value)
+    if len(pair) != 2:
+        raise TransferError(f"a block of a ticket has 2 numbers, its id and its generation, not {len(pair)}")
+    return _number("a block", pair[0], MAX_BLOCK), _number("a generation", pair[1], MAX_GENERATION)
+
+
+def _check_text(what: str, value: Any) -> None:
+    if type(value) is not str or not 0 < len(value) <= MAX_TEXT:
+        found = f"{len(value)}" if isinstance(value, str) else type(value).__name__
+        raise TransferError(f"{what} must be a str of 1 to {MAX_TEXT} characters, not {found}")
+
+
+def _check_bytes(what: str, value: Any, most: int) -> None:
+    if type(value) is not bytes or len(value) > most:
+        found = f"{len(value)}" if isinstance(value, bytes) else type(value).__name__
+        raise TransferError(f"{what} must be bytes, at most {most}, not {found}")

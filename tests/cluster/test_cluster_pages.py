@@ -83,7 +83,8 @@ def test_only_what_is_missing_moves(source, reader):
 def test_a_salt_keeps_prompts_apart(source, reader):
     source.compute(TOKENS)
     assert source.mover.offer("source", TOKENS, "other") is None
-    assert reader.mover.fetch(source.mover.offer("source", TOKENS), TOKENS, "mine").moved_tokens == 16
+    source.cache.touch(TOKENS, cache_salt="mine")
+    assert reader.mover.fetch(source.mover.offer("source", TOKENS, "mine"), TOKENS, "mine").moved_tokens == 16
     assert reader.match(TOKENS) == [] and reader.cache.cached_tokens(TOKENS, cache_salt="mine") == 16
 
 
@@ -100,6 +101,42 @@ def test_a_page_that_was_taken_anew_ends_what_is_of_use(source, reader):
     assert fetched.error == f"1 of 4 pages are not those of the ticket: block {third} has generation 2, not 1"
     assert reader.cache.cached_tokens(TOKENS) == 8 and reader.allocator.in_use == 2
     source.allocator.free(third)
+
+
+def test_pages_that_were_taken_anew_do_not_end_other_reads_from_the_same_worker(source, reader):
+    source.compute(TOKENS)
+    other = [number + 100 for number in TOKENS]
+    source.compute(other)
+    stale, good = source.mover.offer("source", TOKENS), source.mover.offer("source", other)
+    source.mover.release(stale.number)
+    source.cache.discard(source.match(TOKENS))
+    transfer, found = reader.mover._transfer, []
+    forget = transfer.forget
+    transfer.forget = lambda peer: found.append(peer) or forget(peer)
+    fetched = reader.mover.fetch(stale, TOKENS)
+    assert fetched.moved_tokens == 0 and "4 of 4 pages are not those of the ticket" in fetched.error
+    assert found == [], "a healthy worker was forgotten"
+    assert reader.mover.fetch(good, other) == Fetched(0, 16, "")
+
+
+def test_pages_of_another_prompt_are_refused(source, reader):
+    """Whatever pairs offers and prompts wrongly: keys of other tokens are never cached under these."""
+    source.compute(TOKENS)
+    offer = source.mover.offer("source", TOKENS)
+    for tokens, salt in ([[*TOKENS[:4], *range(50, 63)], None], [TOKENS, "salt"]):
+        fetched = reader.mover.fetch(offer, tokens, salt)
+        assert fetched.moved_tokens == 0 and "the ticket is of another prompt: block" in fetched.error
+        assert reader.cache.cached_tokens(tokens, cache_salt=salt) == 0 and reader.allocator.in_use == 0
+    assert reader.mover.fetch(offer, TOKENS).moved_tokens == 16
+
+
+def test_a_full_pool_evicts_only_the_blocks_that_are_missing(source):
+    reader = Place("reader", num_blocks=6)
+    source.compute(TOKENS)
+    reader.compute([*range(200, 212), 0])  # 3 of 6 blocks
+    assert reader.mover.fetch(source.mover.offer("source", TOKENS), TOKENS) == Fetched(0, 16, "")
+    assert len(reader.match([*range(200, 212), 0])) == 2
+    reader.close()
 
 
 def test_a_source_that_is_gone_leaves_nothing_and_can_come_back(reader):

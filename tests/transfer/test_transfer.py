@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections import Counter
+from random import Random
 
 import numpy as np
 import pytest
@@ -406,3 +408,114 @@ def test_close_waits_for_what_is_under_way_as_long_as_that_has_time(pair, clock,
     reader.close()
     assert reader.references() == [] and clock[0] == 1000 + (10 if stopped else 1)
     assert (reader.pool.page(0)[0] == 100) is not stopped
+
+
+SPECIAL = (-1, 0, 1, 2, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64, 2**200, None, "1", b"1", 1.0)
+SPECIAL += (float("nan"), True, [], (1, 2), "", "\0", b"", np.int64(3), np.uint64(2**63))
+
+
+def mutated(random, fields):
+    """The fields of a ticket or a description, of which one to three are others."""
+    fields = copy.deepcopy(fields)
+    for _ in range(random.choice((1, 1, 2, 3))):
+        name = random.choice(sorted(fields))
+        if name == "blocks" and isinstance(fields["blocks"], list) and fields["blocks"] and random.random() < 0.8:
+            random.choice(fields["blocks"])[random.randrange(2)] = random.choice((*SPECIAL, *range(8)))
+        elif type(fields[name]) is int and random.random() < 0.5:
+            fields[name] ^= 1 << random.randrange(70)
+        else:
+            fields[name] = random.choice(SPECIAL)
+    return fields
+
+
+def test_ten_thousand_mutated_tickets_are_refused_or_read_right_pages(pair):
+    source, reader = pair
+    random, counts = Random(1), Counter()
+    allocator = reader.pool.allocator
+    guard, mine = allocator.allocate_n(4).tolist(), allocator.allocate_n(2).tolist()
+    for block in guard:
+        reader.pool.page(block)[:] = -1
+    blocks = [[block, times] for block, times in source.offer([4, 1]).ticket.blocks]
+    held = {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}  # block of the source -> its generation
+    whole = {"peer": "source", "epoch": source.describe().epoch, "blocks": blocks, "names": [b"a", b"b"]}
+    for _ in range(10_000):
+        try:
+            ticket = pickle.loads(pickle.dumps(Ticket(**mutated(random, whole))))
+            reader.read(ticket, mine[: len(ticket.blocks)])
+        except TransferError:
+            counts["refused"] += 1
+            continue
+        [result] = ended(reader)
+        for block, (theirs, times) in zip(mine, ticket.blocks, strict=False):
+            if block in result.loaded:
+                assert held[theirs] == times and reader.pool.page(block)[0] == 100 + theirs
+        counts["loaded" if result.loaded else "failed"] += 1
+    assert counts["failed"] and counts["loaded"] > 100 and counts.total() == 10_000, counts
+    assert all((reader.pool.page(block) == -1).all() for block in guard)
+    assert reader.references() == [] and [allocator.ref_count(block) for block in guard + mine] == [1] * 6
+
+
+def test_ten_thousand_mutated_descriptions_are_refused_or_describe_the_source(pair):
+    source, _ = pair
+    random, counts = Random(2), Counter()
+    whole = vars(source.describe())
+    with LocalTransfer("second") as reader:
+        pool = KvCachePool.from_layout(LAYOUT, 4)
+        reader.register(pool, "model")
+        [block] = pool.allocator.allocate_n(1).tolist()
+        ticket = source.offer([4]).ticket
+        for _ in range(10_000):
+            try:
+                peer = pickle.loads(pickle.dumps(PeerDescription(**mutated(random, whole))))
+                name = reader.meet(peer)
+                reader.read(ticket, [block])
+            except TransferError:
+                counts["refused"] += 1
+            except ValueError as error:  # documented: another transport, or the reader's own name
+                assert "transport" in str(error) or "name" in str(error)
+                counts["refused"] += 1
+            else:
+                assert peer == source.describe() and reader.poll(1)[0].loaded == [block]
+                counts["met"] += 1
+                reader.forget(name)
+    assert counts["met"] > 10 and counts.total() == 10_000, counts
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"peer": ""}, ("peer", 1, 4096, 0)),
+        ({"peer": 5}, ("peer", "str", "int")),
+        ({"epoch": 2**63}, ("epoch", 2**63 - 1, 2**63)),
+        ({"blocks": []}, (1, 0)),
+        ({"blocks": [(0, 2**32)]}, ("generation", 2**32 - 1, 2**32)),
+        ({"blocks": [(2**31, 1)]}, ("block", 2**31 - 1, 2**31)),
+        ({"blocks": [(0, 1, 2)]}, ("block", 2, 3)),
+        ({"blocks": [(0, 1)] * (2**20 + 1)}, ("blocks", 2**20 + 1, 2**20)),
+        ({"blocks": "ab"}, ("blocks", "sequence", "str")),
+        ({"names": (b"a", b"b")}, (1, 2)),
+        ({"names": ("a",)}, ("name", "bytes", "str")),
+    ],
+)
+def test_the_fields_of_a_ticket_are_bounded_also_when_it_is_unpickled(fields, words):
+    whole = {"peer": "source", "epoch": 7, "blocks": ((0, 1),), "names": ()}
+    with refuses(TransferError, *words):
+        Ticket(**{**whole, **fields})
+    ticket = Ticket(**whole)
+    for name, value in fields.items():
+        object.__setattr__(ticket, name, value)
+    data = pickle.dumps(ticket)
+    with refuses(TransferError, *words):
+        pickle.loads(data)
+
+
+def test_a_read_that_cannot_be_checked_fails_alone(pair):
+    source, reader = pair
+    bad, good = source.offer([0]).ticket, source.offer([1]).ticket
+    object.__setattr__(bad, "blocks", ((0, 2**64),))  # no constructor was asked
+    blocks = reader.pool.allocator.allocate_n(2).tolist()
+    numbers = [reader.read(bad, blocks[:1]), reader.read(good, blocks[1:])]
+    results = {result.read: result for result in ended(reader)}
+    assert results[numbers[0]].failed == blocks[:1] and "OverflowError" in results[numbers[0]].error
+    assert results[numbers[1]].loaded == blocks[1:] and not reader.is_lost("source")
+    assert reader.poll() == [] and reader.references() == []

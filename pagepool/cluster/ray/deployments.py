@@ -33,7 +33,7 @@ class WorkerReplica:
         from pagepool.cluster.worker import Worker
         from pagepool.engine import Engine
         from pagepool.engine.tokenizing import stop_token_ids_of
-        from pagepool.integrations.transformers.pretrained import load_pretrained
+        from pagepool.integrations.transformers.pretrained import load_pretrained, weights_digest
 
         if options["threads"] is not None:
             import_module("torch").set_num_threads(options["threads"])
@@ -41,14 +41,15 @@ class WorkerReplica:
         model, tokenizer = load_pretrained(options["model"], options["dtype"])
         engine = Engine(model, prefix_events=PREFIX_EVENTS, **options["engine"])
         name = serve.get_replica_context().replica_id.unique_id
-        transfer = None
+        transfer, identity = None, options["name"]
         if moves_pages:
             from pagepool.transfer.nixl import NixlTransfer
 
+            identity += f", weights {weights_digest(model)}"
             transfer = NixlTransfer(name, TRANSFER_SECONDS, serves=is_prefill)
         stops = stop_token_ids_of(model, tokenizer)
         self._worker = Worker(
-            engine, name, is_prefill=is_prefill, transfer=transfer, model=options["name"], stop_token_ids=stops
+            engine, name, is_prefill=is_prefill, transfer=transfer, model=identity, stop_token_ids=stops
         )
         self._ends = Event()
         self._thread = Thread(target=self._tell, name="pagepool-news", daemon=True)
