@@ -46,6 +46,7 @@ from pagepool.scheduling import (
 
 if TYPE_CHECKING:
     from pagepool.engine import Engine, Generation, SamplingParams
+    from pagepool.prefix.store import PrefixStore
 
 __all__ = [
     "AttentionSequenceState",
@@ -66,6 +67,7 @@ __all__ = [
     "PoolExhausted",
     "PrefixCache",
     "PrefixMatch",
+    "PrefixStore",
     "RequestRejected",
     "SamplingParams",
     "ScheduledBatch",
@@ -95,4 +97,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("Engine", "Generation", "SamplingParams"):  # an engine takes longer to import than all of the above
         return getattr(import_module("pagepool.engine"), name)
+    if name == "PrefixStore":  # needs SQLite
+        return import_module("pagepool.prefix.store").PrefixStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -48,6 +48,45 @@ void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst
     pp_read_end(lock);
 }
 
+static int64_t block_bytes_of(const pp_regions *regions) {
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < regions->count; i++) bytes += regions->pools[i]->layout.block_bytes;
+    return bytes;
+}
+
+int64_t pp_regions_block_bytes(const pp_regions *regions, pp_lock *lock) {
+    pp_read_begin(lock);
+    const int64_t bytes = block_bytes_of(regions);
+    pp_read_end(lock);
+    return bytes;
+}
+
+pp_status pp_regions_read_block(const pp_regions *regions, pp_lock *lock, int32_t block, unsigned char *bytes,
+                                int64_t num_bytes) {
+    pp_read_begin(lock);
+    const pp_status status = block_bytes_of(regions) == num_bytes ? PP_OK : PP_INVALID_ARGUMENT;
+    for (int32_t i = 0; i < regions->count && status == PP_OK; i++) {
+        const int64_t size = regions->pools[i]->layout.block_bytes;
+        memcpy(bytes, regions->pools[i]->base + block * size, (size_t)size);
+        bytes += size;
+    }
+    pp_read_end(lock);
+    return status;
+}
+
+pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes,
+                                 int64_t num_bytes) {
+    pp_read_begin(lock);
+    const pp_status status = block_bytes_of(regions) == num_bytes ? PP_OK : PP_INVALID_ARGUMENT;
+    for (int32_t i = 0; i < regions->count && status == PP_OK; i++) {
+        const int64_t size = regions->pools[i]->layout.block_bytes;
+        memcpy(regions->pools[i]->base + block * size, bytes, (size_t)size);
+        bytes += size;
+    }
+    pp_read_end(lock);
+    return status;
+}
+
 void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n) {
     for (int32_t i = 0; i < regions->count; i++) {
         const int64_t bytes = regions->pools[i]->layout.block_bytes;

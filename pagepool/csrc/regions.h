@@ -25,6 +25,17 @@ void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *poo
  * both and not the lock. */
 void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src);
 
+/* Bytes of a block's pages in all attached pools together. */
+int64_t pp_regions_block_bytes(const pp_regions *regions, pp_lock *lock);
+
+/* Copies the pages of `block` from every attached pool to `bytes`, one behind the other, or from there to the pools.
+ * The caller holds a reference to the block and not the lock.  PP_INVALID_ARGUMENT, and nothing is copied, when the
+ * pages do not have `num_bytes` bytes: a pool was attached or detached. */
+pp_status pp_regions_read_block(const pp_regions *regions, pp_lock *lock, int32_t block, unsigned char *bytes,
+                                int64_t num_bytes);
+pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes,
+                                 int64_t num_bytes);
+
 /* Fills the pages of those `blocks` that have no reference with bits that are NaN in every float dtype, in every
  * attached pool.  The caller holds the lock. */
 void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n);

@@ -12,6 +12,7 @@ cdef class PrefixCache:
     cdef readonly int32_t block_size
     cdef readonly str policy
     cdef CachedBlocks cached
+    cdef object link  # a StoreLink, or None
     cdef int32_t *path  # room for the nodes and the blocks of one call
     cdef int64_t path_room
     cdef long long looked_up
@@ -20,10 +21,15 @@ cdef class PrefixCache:
 
     cdef EventLog log(self)
     cdef object atomically(self, function)
-    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held)
+    cdef int open_store(self, store, events) except -1
+    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
+    cdef tuple match_cached(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
 
     # The functions below require the critical section of the cache, or that no other thread calls the cache.
 
+    # The names of those of the blocks that are cached.
+    cdef list names_of(self, list blocks)
+    cdef bint offer_all(self)
     cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1
     cdef int c_reserve_path(self, int64_t n) except -1
     # `touch`; room for n + 1 nodes must be reserved.

@@ -10,17 +10,20 @@ from libc.string cimport memcmp
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
-from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, list_ids, read_ids, release_ids
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
-from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
+from pagepool.prefix.radix_tree cimport Node, NodeTable, pause_collector, resume_collector
+from pagepool.prefix.stored_pages cimport PageQueue
+
+from time import monotonic
 
 import numpy as np
 
 from pagepool._arguments import integer
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool.prefix.eviction import POLICIES
-from pagepool.prefix.keys import root_key
+from pagepool.prefix.keys import listed, root_key
 from pagepool.prefix.radix_tree import token_row
 
 __all__ = ["PrefixCache"]
@@ -45,7 +48,7 @@ cdef int refuse_negative(const int32_t *tokens, int64_t begin, int64_t end) exce
 @cython.auto_pickle(False)
 @cython.final
 cdef class PrefixCache:
-    """PrefixCache(allocator, block_size=None, policy="gittins", *, max_events=0)\n--\n
+    """PrefixCache(allocator, block_size=None, policy="gittins", *, max_events=0, store=None)\n--\n
     Keep full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     A block is found behind the block before it, and only when the salt, the keys and every token from the first of the
@@ -63,11 +66,14 @@ cdef class PrefixCache:
         Which block is evicted first.
     max_events : int
         How many events are kept until `drain_events` is called. 0: no events are noted.
+    store : PrefixStore or None
+        Pages on disk, with the layout of all pools of the allocator. A thread writes a page to it when the page is
+        evicted or found again. Look-ups read pages that the pool does not have from it, into free or evicted blocks.
 
     Raises
     ------
     ValueError
-        A wrong block size or an unknown policy.
+        A wrong block size, an unknown policy, a store of other pages, or `max_events` together with a store.
 
     Notes
     -----
@@ -93,7 +99,8 @@ cdef class PrefixCache:
 
     kind = "cache"
 
-    def __cinit__(self, BlockAllocator allocator not None, block_size=None, str policy="gittins", *, max_events=0):
+    def __cinit__(self, BlockAllocator allocator not None, block_size=None, str policy="gittins", *, max_events=0,
+                  store=None):
         cdef int32_t size = allocator.read_block_size(block_size)
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
@@ -104,7 +111,21 @@ cdef class PrefixCache:
         events = integer("max_events", max_events, 0, INT32_MAX)
         if events:
             self.cached.log = EventLog(self.cached.tree, events)
+        if store is not None:
+            self.open_store(store, events)
         allocator.add_owner(self)
+
+    cdef int open_store(self, store, events) except -1:
+        from pagepool.prefix.store import PrefixStore  # here: SQLite and hashes, which only a store needs
+        from pagepool.prefix.store_link import QUEUE_BYTES, StoreLink
+        if not isinstance(store, PrefixStore):
+            raise TypeError(f"store must be a PrefixStore or None, not {type(store).__name__}")
+        if events:
+            raise ValueError(f"a cache with a store has secret names, so max_events must be 0, not {events}")
+        self.cached.tree.c_give_names(store.seed)
+        queue = PageQueue(self.allocator, self.cached.tree, QUEUE_BYTES)
+        self.link = StoreLink(store, queue)
+        self.cached.queue = queue
 
     def __dealloc__(self):
         PyMem_Free(self.path)
@@ -144,7 +165,7 @@ cdef class PrefixCache:
         PoolError
             A cached block was freed by another owner. Nothing has changed.
         """
-        return self.match(tokens, cache_salt, extra_keys, False, None)[0]
+        return self.match(tokens, cache_salt, extra_keys, False, None, True)[0]
 
     def match_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
         """Do as `match_prefix`, and also find a last block that agrees only in part.
@@ -186,15 +207,24 @@ cdef class PrefixCache:
         ([10], [0, 2])
         """
         cdef PrefixMatch found = new_match(self.allocator)
-        found.blocks, found.num_tokens = self.match(tokens, cache_salt, extra_keys, True, found.refs)
+        found.blocks, found.num_tokens = self.match(tokens, cache_salt, extra_keys, True, found.refs, True)
         return found
 
-    def match_held(self, BlockRefs held not None, tokens, cache_salt=None, extra_keys=()):
-        """Do as `match_prefix`; `held`, of the same allocator, gets the references. Internal."""
-        return self.match(tokens, cache_salt, extra_keys, False, held)[0]
+    def match_held(self, BlockRefs held not None, tokens, cache_salt=None, extra_keys=(), is_use=True):
+        """Do as `match_prefix`; `held`, of the same allocator, gets the references. Internal: without `is_use` no block
+        counts as used, and the store is not asked."""
+        return self.match(tokens, cache_salt, extra_keys, False, held, is_use)[0]
 
-    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held):
-        """Return blocks and the number of tokens. Everything that can fail is done before anything changes."""
+    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use):
+        """Return blocks and the number of tokens. Brings blocks from the store into the cache first."""
+        if self.link is None or not is_use:
+            return self.match_cached(tokens, cache_salt, extra_keys, in_part, held, is_use)
+        keys, row = listed(extra_keys), token_row(tokens)
+        with self.link.promoted(self, np.asarray(row), cache_salt, keys):
+            return self.match_cached(row, cache_salt, keys, in_part, held, is_use)
+
+    cdef tuple match_cached(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use):
+        """Do as `match` in this cache. Everything that can fail is done before anything changes."""
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size, num_full = 0, num_found, i
@@ -233,10 +263,15 @@ cdef class PrefixCache:
                         )
                     if held is not None:
                         held.c_note(found, num_found)
-                    for i in range(num_found):
-                        cached.c_touch(self.path[i])
-                self.looked_up += n
-                self.hits += num_full
+                    if is_use:
+                        for i in range(num_found):
+                            cached.c_touch(self.path[i])
+                        if cached.queue is not None:
+                            for i in range(num_full):
+                                cached.queue.c_offer(self.path[i])
+                if is_use:
+                    self.looked_up += n
+                    self.hits += num_full
                 return result
             finally:
                 resume_collector(paused)
@@ -321,6 +356,8 @@ cdef class PrefixCache:
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, leading = 0
+        if self.link is not None:
+            raise ValueError("touch caches blocks without keys and values, so a cache with a store refuses it")
         key = self.cached.tree.named_key(root_key(cache_salt, extra_keys))
         refuse_negative(&row[0], 0, row.shape[0])
         cdef int paused
@@ -367,7 +404,10 @@ cdef class PrefixCache:
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
         with cython.critical_section(self):
-            return self.cached.c_evict(min(number, INT32_MAX))
+            evicted = self.cached.c_evict(min(number, INT32_MAX))
+        if self.link is not None:
+            self.link.wake()
+        return evicted
 
     def discard(self, blocks):
         """Forget these blocks, in use or not; return how many of them were cached. Other ids are ignored.
@@ -388,12 +428,50 @@ cdef class PrefixCache:
         cdef IdArray ids
         cdef int64_t count = 0, i
         read_ids(blocks, &ids)
+        if self.link is not None:
+            self.link.forget(self.atomically(lambda: self.names_of(list_ids(ids.ids, ids.count))))
         with cython.critical_section(self):
             for i in range(ids.count):
                 if self.is_block(ids.ids[i]):
                     count += self.cached.c_discard(ids.ids[i])
         release_ids(&ids)
         return count
+
+    cdef list names_of(self, list blocks):
+        cdef int32_t block
+        cdef list nodes = [self.cached.node_of[block] - 1 for block in blocks if self.is_block(block)]
+        return [self.cached.tree.name_of(node) for node in nodes if node >= 0]
+
+    def flush(self, timeout=None):
+        """Write every cached block to the store and wait for it, at most `timeout` seconds; return whether it is done.
+
+        Call it before a restart. False when time has run out, and without a store."""
+        cdef bint all_offered = False
+        if self.link is None:
+            return False
+        end = None if timeout is None else monotonic() + timeout
+        while not all_offered:
+            all_offered = self.atomically(lambda: self.offer_all())
+            if not self.link.wait(None if end is None else max(0.0, end - monotonic())):
+                return False
+        return True
+
+    cdef bint offer_all(self):
+        """Put every cached block into the queue, each behind its parent; False when the queue is full."""
+        cdef Node *nodes = self.cached.tree.nodes
+        cdef int32_t root, node
+        for root in self.cached.tree.roots.values():
+            node = nodes[root].first_child
+            while node >= 0 and node != root:
+                if nodes[node].block >= 0 and not self.cached.queue.c_offer(node):
+                    return False
+                if nodes[node].first_child >= 0:
+                    node = nodes[node].first_child
+                    continue
+                while node != root and nodes[node].next_sibling < 0:
+                    node = nodes[node].parent
+                node = root if node == root else nodes[node].next_sibling
+        return True
 
     def drain_events(self):
         """Return what was stored and removed since the last call.
@@ -435,9 +513,16 @@ cdef class PrefixCache:
         """Forget everything and drop every reference of the cache. Sequences keep their blocks.
 
         Sequences of a `Scheduler` do not cache again what they held before. The lowest free id is then the next to be
-        handed out. O(n log n).
+        handed out. Forgets the pages of the store, too. O(n log n).
         """
+        if self.link is not None:
+            self.link.forget(None)
         self.atomically(lambda: self.cached.reset())
+
+    @property
+    def store(self):
+        """The `PrefixStore`, or None."""
+        return None if self.link is None else self.link.store
 
     @property
     def label(self):

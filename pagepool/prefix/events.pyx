@@ -91,7 +91,7 @@ cdef class EventLog:
         if self.events == NULL or self.tokens == NULL:
             raise MemoryError(f"no memory for {max_events} events")
         self.room = max_events
-        tree.c_give_names()
+        tree.c_give_names(b"")
 
     def __dealloc__(self):
         PyMem_Free(self.events)

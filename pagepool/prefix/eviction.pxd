@@ -6,6 +6,7 @@ from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.policies cimport LruPolicy
 from pagepool.prefix.radix_tree cimport NodeList, NodeTable
+from pagepool.prefix.stored_pages cimport PageQueue
 
 
 cdef class CachedBlocks:
@@ -20,6 +21,7 @@ cdef class CachedBlocks:
     cdef NodeTable tree
     cdef LruPolicy policy
     cdef EventLog log  # or None
+    cdef PageQueue queue  # of the store, or None
     cdef PageBuffer node_memory
     cdef int32_t *node_of
     cdef NodeList in_use

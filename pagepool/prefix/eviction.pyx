@@ -93,6 +93,8 @@ cdef class CachedBlocks:
         self.inserted += 1
         if self.log is not None:
             self.log.c_add(STORED, node, block)
+        if self.queue is not None:
+            self.queue.offered[block] = False
         self.policy.c_insert(node)
 
     cdef void c_touch(self, int32_t node) noexcept:
@@ -109,6 +111,8 @@ cdef class CachedBlocks:
         if self.log is not None:
             self.log.c_add(REMOVED, node, old)
             self.log.c_add(STORED, node, block)
+        if self.queue is not None:
+            self.queue.offered[block] = self.queue.offered[old]
         self.inserted += 1
         self.cleared += 1
         self.refs.c_drop_n(&old, 1)
@@ -183,6 +187,8 @@ cdef class CachedBlocks:
             if self.c_in_use(node):
                 self.c_set_aside(node)
             else:
+                if self.queue is not None:
+                    self.queue.c_offer(node)
                 dropped[num_dropped] = self.c_drop(node)
                 num_dropped += 1
                 done += 1

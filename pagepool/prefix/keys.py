@@ -7,7 +7,7 @@ from typing import Any
 
 from pagepool._arguments import wrong
 
-__all__ = ["root_key", "root_name"]
+__all__ = ["listed", "root_key", "root_name"]
 
 
 def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
@@ -26,15 +26,23 @@ def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
     return b"".join([_framed("cache_salt", cache_salt), *[_framed("a key of extra_keys", key) for key in extra_keys]])
 
 
-def root_name(key: bytes) -> bytes:
+def listed(extra_keys: Any) -> Any:
+    """Extra keys that `root_key` can read more than once."""
+    is_checked = isinstance(extra_keys, (str, bytes, tuple, list)) or not isinstance(extra_keys, Iterable)
+    return extra_keys if is_checked else tuple(extra_keys)
+
+
+def root_name(key: bytes, secret: bytes = b"") -> bytes:
     """The 16 bytes that the names of all prefixes under a salt and keys follow from: the same in every process.
+
+    With a `secret`, of up to 64 bytes, nobody without it can find prompts whose names collide.
 
     >>> len(root_name(root_key("tenant", ())))
     16
     """
     from hashlib import blake2b  # here: it loads OpenSSL, and only events and routers need names
 
-    return blake2b(key, digest_size=16).digest()
+    return blake2b(key, digest_size=16, key=secret).digest()
 
 
 def _framed(name: str, key: Any) -> bytes:

@@ -114,7 +114,8 @@ cdef class NodeTable:
     cdef Node *nodes
     cdef int32_t *tokens  # block_size of each node's own
     cdef int32_t *buckets
-    cdef uint64_t *names  # two words of each node, for events; NULL without events
+    cdef uint64_t *names  # two words of each node, for events or a store; else NULL
+    cdef bytes secret  # that the names of roots depend on
     cdef bint named
     cdef int64_t num_buckets
     cdef int64_t room
@@ -127,7 +128,9 @@ cdef class NodeTable:
     cdef dict roots
 
     # Names from now on: before the first node is made.
-    cdef void c_give_names(self) noexcept
+    cdef void c_give_names(self, bytes secret) noexcept
+    # The 16 bytes of a node's name.
+    cdef bytes name_of(self, int32_t node)
     # Room for n more nodes: c_add then cannot fail. Pointers into the table end here.
     cdef int reserve(self, int64_t n) except -1
     # What `root` takes. Runs Python code: before `reserve`, since another thread may come between.

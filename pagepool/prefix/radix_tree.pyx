@@ -43,8 +43,12 @@ cdef class NodeTable:
         PyMem_Free(self.buckets)
         PyMem_Free(self.names)
 
-    cdef void c_give_names(self) noexcept:
+    cdef void c_give_names(self, bytes secret) noexcept:
         self.named = True
+        self.secret = secret
+
+    cdef bytes name_of(self, int32_t node):
+        return (<const char *>(self.names + 2 * node))[: 2 * sizeof(uint64_t)]
 
     cdef int reserve(self, int64_t n) except -1:
         """Each node that is added brings two into buckets at most, itself and a first sibling."""
@@ -89,7 +93,7 @@ cdef class NodeTable:
 
     cdef tuple named_key(self, bytes key):
         """A key with what its root is called in events: what Python code must work out before anything begins."""
-        return key, root_name(key) if self.named else None
+        return key, root_name(key, self.secret) if self.named else None
 
     cdef int32_t root(self, tuple named_key) except -1:
         cdef bytes key, name

@@ -18,6 +18,7 @@ NOT_AT_ONCE = {
     "pathlib",
     "prometheus_client",
     "rich",
+    "sqlite3",
     "statistics",
     "tempfile",
     "torch",

@@ -1,0 +1,457 @@
+"""PrefixStore: pages of cached prefixes on disk, for restarts, reboots and more cache than RAM."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+from array import array
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from hashlib import blake2b, shake_256
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from pagepool._arguments import integer
+from pagepool.errors import refuse_copy
+from pagepool.prefix.events import name_row
+from pagepool.prefix.fingerprint import Fingerprint
+from pagepool.prefix.keys import root_name
+from pagepool.prefix.store_index import Entry, Row, StoreIndex, slots_of
+from pagepool.prefix.stored_pages import SUM_KEY_BYTES, page_sums
+
+__all__ = ["PageSum", "PrefixStore"]
+
+logger = logging.getLogger("pagepool")
+
+SEED_BYTES = 16
+NAME_BYTES = 16
+SUM_BYTES = 16
+ALIGNMENT = 4096
+RESERVED = 8 << 20  # bytes of a store for the index of no pages, its log and the small files
+LEAST_SLOTS = 4
+EVICTED_AT_ONCE = 64
+NO_PAGES = 65_536  # bytes of a slot where blocks have no pages, for recurrent states
+FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "pages")
+
+
+class PageSum:
+    """The keyed 128-bit sum of a page: of its bytes and its name, under a fingerprint and the seed of a file.
+
+    NH turns each 4,096 bytes into 32 bytes, BLAKE2b the result into 16: about 50 us for 576 KiB. It guards against
+    accidents: torn writes, old files, another model's files. It does not guard against someone who can write the file.
+    """
+
+    def __init__(self, fingerprint: Fingerprint, seed: bytes) -> None:
+        self._key = blake2b(fingerprint.digest + seed).digest()
+        self._words = shake_256(self._key).digest(SUM_KEY_BYTES)
+
+    def of(self, name: bytes, page: Any) -> bytes:
+        """Return the 16 bytes of a page."""
+        head = len(name).to_bytes(8, "little") + name + memoryview(page).nbytes.to_bytes(8, "little")
+        return blake2b(head + page_sums(self._words, page), key=self._key, digest_size=SUM_BYTES).digest()
+
+
+class PrefixStore:
+    """Pages of cached prefixes on disk. Give it to `PrefixCache(allocator, store=store)`.
+
+    A page that is missing, torn, old or of another model fails its sum and is not found; no file is synced for that.
+    The first process that opens a store writes to it, any number of others read. When the store is full, the pages
+    that were used longest ago are dropped. When a file is damaged or the disk is full or fails, the logger "pagepool"
+    gets one line, and prompts are computed. Any thread may call it. After a fork it finds nothing in the child.
+
+    Parameters
+    ----------
+    path : path
+        A directory, made where there is none. Each fingerprint has a directory of its own in it.
+    fingerprint : Fingerprint
+        What pages depend on, from `fingerprint_of`.
+    max_bytes : int
+        The most bytes that the files of this fingerprint take. With a smaller number than before, pages are dropped.
+
+    Attributes
+    ----------
+    is_writer : bool
+        Whether this store may write. False while another one has the directory open for writing.
+
+    Raises
+    ------
+    ValueError
+        `max_bytes` has no room for four pages.
+    OSError
+        The directory cannot be made.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from pagepool import KvCachePool, KvLayout, PrefixCache
+    >>> from pagepool.prefix.fingerprint import fingerprint_of
+    >>> layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> def begin():
+    ...     pool = KvCachePool.from_layout(layout, num_blocks=4)
+    ...     store = PrefixStore(folder.name, fingerprint_of(pool, weights="sha256:1234"), max_bytes=16 << 20)
+    ...     return pool, store, PrefixCache(pool.allocator, store=store)
+    >>> pool, store, cache = begin()
+    >>> cache.cache_blocks(range(16), [pool.allocator.allocate()]), cache.flush()
+    (1, True)
+    >>> store.close()
+    >>> pool, store, cache = begin()  # after a restart
+    >>> cache.match_prefix(range(32))
+    array([0], dtype=int32)
+    >>> store.close()
+    >>> folder.cleanup()
+    """
+
+    __reduce__ = refuse_copy
+
+    def __init__(self, path: str | Path, fingerprint: Fingerprint, max_bytes: int) -> None:
+        if not isinstance(fingerprint, Fingerprint):
+            raise TypeError(f"fingerprint must be from fingerprint_of, not {type(fingerprint).__name__}")
+        self.fingerprint = fingerprint
+        self.max_bytes = integer("max_bytes", max_bytes, 0)
+        self.slot_bytes = -(-(fingerprint.page_bytes or NO_PAGES) // ALIGNMENT) * ALIGNMENT
+        row_bytes = 2 * (4 * fingerprint.block_size + 160)
+        self.num_slots = (self.max_bytes - RESERVED) // (self.slot_bytes + row_bytes)
+        if self.num_slots < LEAST_SLOTS:
+            least = RESERVED + LEAST_SLOTS * (self.slot_bytes + row_bytes)
+            raise ValueError(f"max_bytes must be at least {least}, for {LEAST_SLOTS} pages, not {self.max_bytes}")
+        self.folder = Path(path) / fingerprint.digest.hex()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._pid = os.getpid()
+        self._change = Lock()  # guards the rows and the free slots; taken before `_look_up`
+        self._look_up = Lock()  # guards the connection that reads, and the next two fields
+        self._used: set[bytes] = set()  # names found since the last batch
+        self._refused: dict[bytes, bytes] = {}  # names of entries whose pages failed their sums, with these sums
+        self._fault: str | None = None
+        self._counts = dict.fromkeys(("found", "written", "refused", "evicted", "failed"), 0)
+        self._writer: StoreIndex | None = None
+        self._reader: StoreIndex | None = None
+        self._pages = -1
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.is_writer = self._locked()
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _locked(self) -> bool:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _open(self) -> None:
+        """Open the files; a writer begins with empty files where these are damaged or have another fingerprint."""
+        index, pages = self.folder / FILES[0], self.folder / FILES[-1]
+        self._free: list[int] = []
+        if self.is_writer:
+            (self.folder / "FINGERPRINT").write_text(self.fingerprint.text + "\n", encoding="utf-8")
+            try:
+                self._open_writer(index)
+            except (sqlite3.Error, ValueError, OverflowError) as error:
+                self._note("its index is begun anew", error)
+                self._close_index()
+                for name in FILES:
+                    (self.folder / name).unlink(missing_ok=True)
+                self._open_writer(index)
+        try:
+            flags = os.O_RDWR | os.O_CREAT if self.is_writer else os.O_RDONLY
+            self._pages = os.open(pages, flags | os.O_CLOEXEC, 0o600)
+            self._reader = StoreIndex(index, is_writer=False)
+            seed = self._checked_seed(self._reader.meta())
+        except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
+            if self.is_writer:
+                raise
+            self._note("it finds nothing", error)
+            seed = bytes(SEED_BYTES)
+            self._close_index()
+        else:
+            size = self.num_slots * self.slot_bytes
+            if self.is_writer and os.fstat(self._pages).st_size > size:
+                os.ftruncate(self._pages, size)
+        self.seed = seed
+        self._sum = PageSum(self.fingerprint, seed)
+
+    def _open_writer(self, path: Path) -> None:
+        path.touch(0o600)
+        self._writer = index = StoreIndex(path, is_writer=True)
+        meta = index.meta()
+        if not meta:
+            seed = os.urandom(SEED_BYTES)
+            index.set_meta(seed=seed, fingerprint=self.fingerprint.digest)
+        else:
+            self._checked_seed(meta)
+        self._tick = min(index.last_use(), 1 << 62) + 1
+        index.begin()
+        num_wrong = self._load_slots()
+        index.commit()
+        if num_wrong:
+            index.shrink()
+
+    def _checked_seed(self, meta: dict[Any, Any]) -> bytes:
+        seed = meta.get("seed")
+        if not isinstance(seed, bytes) or len(seed) != SEED_BYTES:
+            raise ValueError("the seed of the index is missing or damaged")
+        if meta.get("fingerprint") != self.fingerprint.digest:
+            raise ValueError("the index has another fingerprint")
+        return seed
+
+    def _load_slots(self) -> int:
+        """Learn which slots are free. Entries with slots that cannot be, or that another entry has, are deleted.
+
+        Returns the number of deleted entries.
+        """
+        assert self._writer is not None
+        taken, wrong = bytearray(self.num_slots), []
+        for number, slots in self._writer.slots():
+            numbers = slots_of(slots)
+            if (
+                numbers is None
+                or any(slot >= self.num_slots or taken[slot] for slot in numbers)
+                or len(set(numbers)) < len(numbers)
+            ):
+                wrong.append(number)
+            else:
+                for slot in numbers:
+                    taken[slot] = 1
+        self._writer.delete(wrong)
+        self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if not taken[slot]]
+        return len(wrong)
+
+    def names(self, tokens: Any, key: bytes) -> list[bytes]:
+        """Return the names of the full blocks of a prompt under a `root_key`, in this store."""
+        row = name_row(tokens, self.fingerprint.block_size, root_name(key, self.seed))
+        return [row[at : at + NAME_BYTES] for at in range(0, len(row), NAME_BYTES)]
+
+    def find(self, names: Sequence[bytes], tokens: Sequence[bytes]) -> list[Entry]:
+        """Return the entries of `names`, up to the first name without an entry of equal tokens."""
+        with self._look_up:
+            if self._reader is None or os.getpid() != self._pid:
+                return []
+            try:
+                found = self._reader.find(names, tokens)
+            except (sqlite3.Error, OverflowError) as error:
+                self._fail("the index cannot be read", error)
+                return []
+            if found:
+                self._used.add(found[-1].name)
+            return found
+
+    def read(self, entry: Entry, page: memoryview) -> bool:
+        """Read the page of an entry into `page`; return whether it is the page that was written."""
+        if not self._read_slots(entry, page) or self._sum.of(entry.name, page) != entry.sum:
+            with self._look_up:
+                self._refused[entry.name] = entry.sum
+                self._counts["refused"] += 1
+            return False
+        with self._look_up:
+            self._counts["found"] += 1
+        return True
+
+    def _read_slots(self, entry: Entry, page: memoryview) -> bool:
+        slots = array("I", entry.slots)
+        if entry.length != page.nbytes or len(slots) != -(-page.nbytes // self.slot_bytes):
+            return False
+        if max(slots, default=0) * self.slot_bytes >= 1 << 62:
+            return False
+        try:
+            for place, slot in enumerate(slots):
+                piece = page[place * self.slot_bytes : (place + 1) * self.slot_bytes]
+                if os.preadv(self._pages, [piece], slot * self.slot_bytes) != piece.nbytes:
+                    return False
+        except OSError as error:
+            with self._look_up:
+                self._fail("a page cannot be read", error)
+            return False
+        return True
+
+    def write(self, pages: Iterable[tuple[bytes, bytes, bytes, Any]]) -> None:
+        """Write pages that the store does not have, and note what was found since the last call. Does not raise.
+
+        Parameters
+        ----------
+        pages : iterable of (name, parent, tokens, page)
+            The page is any buffer. Names that the store has are only marked as used.
+        """
+        with self._change:
+            if self._writer is None or os.getpid() != self._pid:
+                return
+            try:
+                self._write(self._writer, list(pages))
+            except (sqlite3.Error, OSError, OverflowError) as error:
+                self._undo(error)
+
+    def _write(self, index: StoreIndex, pages: list[tuple[bytes, bytes, bytes, Any]]) -> None:
+        with self._look_up:
+            used, refused = self._used, self._refused
+            self._used, self._refused = set(), {}
+        if not (pages or used or refused):
+            return
+        fresh = {page[0]: page for page in pages}
+        known = index.known(list(fresh))
+        # A prefix counts as used when a page behind it is written, so it is not dropped before that page.
+        used |= known | {page[1] for name, page in fresh.items() if name not in known}
+        for name in used - (fresh.keys() - known):
+            if index.has_room():
+                index.begin()
+                index.touch(name, self._tick)
+                index.commit()
+        if index.has_room():
+            index.begin()
+            for name, checksum in refused.items():
+                self._give_back(index.delete_named(name, checksum))
+            rows = self._write_pages(index, [page for name, page in fresh.items() if name not in known])
+            index.insert(rows)
+            index.commit()
+            self._counts["written"] += len(rows)
+            if rows:
+                self._fault = None
+        self._tick += 1
+
+    def _write_pages(self, index: StoreIndex, pages: list[tuple[bytes, bytes, bytes, Any]]) -> list[Row]:
+        """Write pages into slots, up to the first page that finds none; return their rows."""
+        rows = []
+        for name, parent, tokens, page in pages:
+            size = memoryview(page).nbytes
+            slots = self._take(index, -(-size // self.slot_bytes))
+            if slots is None:
+                break
+            self._write_slots(slots, memoryview(page))
+            rows.append(Row(name, parent, tokens, slots.tobytes(), size, self._sum.of(name, page), self._tick))
+        return rows
+
+    def _take(self, index: StoreIndex, count: int) -> array[int] | None:
+        """Take free slots. Entries that were used longest ago are deleted for them, but none that this batch uses.
+
+        Returns None, and takes nothing, when there are too few.
+        """
+        while len(self._free) < count:
+            oldest = index.oldest(min(EVICTED_AT_ONCE, max(1, self.num_slots // 8)), self._tick)
+            if not oldest:
+                return None
+            index.delete([number for number, _ in oldest])
+            for _, slots in oldest:
+                self._give_back(slots)
+            self._counts["evicted"] += len(oldest)
+        return array("I", [self._free.pop() for _ in range(count)])
+
+    def _give_back(self, slots: object) -> None:
+        self._free.extend(slot for slot in slots_of(slots) or () if slot < self.num_slots)
+
+    def _write_slots(self, slots: array[int], page: memoryview) -> None:
+        for place, slot in enumerate(slots):
+            piece = page[place * self.slot_bytes : (place + 1) * self.slot_bytes]
+            if os.pwrite(self._pages, piece, slot * self.slot_bytes) != piece.nbytes:
+                raise OSError("the disk took only a part of a page")
+
+    def _undo(self, error: Exception) -> None:
+        """Drop a batch that failed. Slots that it wrote over fail their sums."""
+        assert self._writer is not None
+        self._counts["failed"] += 1
+        self._fail("pages cannot be written", error)
+        try:
+            self._writer.rollback()
+            self._writer.begin()
+            self._load_slots()
+            self._writer.commit()
+        except (sqlite3.Error, OverflowError) as second:
+            self._fail("the index is damaged: nothing more is written", second)
+            with suppress(sqlite3.Error):
+                self._writer.rollback()
+            self._writer.close()
+            self._writer = None
+            if isinstance(second, sqlite3.DatabaseError) and not isinstance(second, sqlite3.OperationalError):
+                (self.folder / FILES[0]).unlink(missing_ok=True)
+
+    def forget(self, names: Iterable[bytes] | None) -> None:
+        """Delete the entries of `names`, of all for None, and wait until the disk has noted it. Does not raise."""
+        with self._change:
+            index = self._writer
+            if index is None or os.getpid() != self._pid:
+                return
+            try:
+                index.begin()
+                if names is None:
+                    index.clear()
+                    self._free = list(range(self.num_slots - 1, -1, -1))
+                else:
+                    for name in names:
+                        self._give_back(index.delete_named(name))
+                index.commit()
+                index.sync()
+            except (sqlite3.Error, OSError, OverflowError) as error:
+                self._undo(error)
+
+    def flush(self) -> None:
+        """Wait until the disk has every page and entry that was written: they survive a power loss from then on.
+
+        Needed only for that: a page that the disk does not have is computed again. Does nothing in a reader.
+        """
+        with self._change:
+            if self._writer is None or os.getpid() != self._pid:
+                return
+            try:
+                os.fdatasync(self._pages)
+                self._writer.sync()
+            except (sqlite3.Error, OSError) as error:
+                self._undo(error)
+
+    def stats(self) -> dict[str, Any]:
+        """Return a dict of counters.
+
+        `found`, `written`, `evicted` are pages since the store was opened; `refused` those that failed their sums;
+        `failed` are batches that could not be written. `bytes` is what the files take on disk now.
+        """
+        with self._change:
+            used = self.num_slots - len(self._free) if self.is_writer else None
+            return {**self._counts, "slots": self.num_slots, "used_slots": used, "bytes": self._bytes()}
+
+    def _bytes(self) -> int:
+        """Bytes of the files on disk."""
+        total = 0
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.stat().st_blocks * 512
+        return total
+
+    def close(self) -> None:
+        """Close the files. The store finds and writes nothing more. May be called again."""
+        with self._change, self._look_up:
+            if os.getpid() == self._pid:
+                self._close_index()
+            for name in ("_pages", "_lock"):
+                descriptor = getattr(self, name)
+                setattr(self, name, -1)
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def _close_index(self) -> None:
+        for index in (self._reader, self._writer):
+            if index is not None:
+                with suppress(sqlite3.Error):
+                    index.close()
+        self._reader = self._writer = None
+
+    def __enter__(self) -> PrefixStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        kind = "writer" if self.is_writer else "reader"
+        return f"<{type(self).__name__} {str(self.folder)!r}: {self.num_slots} slots, {kind}>"
+
+    def _note(self, what: str, error: Exception) -> None:
+        logger.warning("the prefix store %s: %s (%s)", self.folder, what, error)
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Log a fault, once until a batch has been written."""
+        if self._fault != what:
+            self._fault = what
+            self._note(what, error)

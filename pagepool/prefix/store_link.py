@@ -1,0 +1,207 @@
+"""StoreLink: between a prefix cache and its store. One thread writes pages; look-ups bring pages back into blocks."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Condition, Lock, Thread
+from typing import Any
+
+from pagepool.errors import PoolExhausted
+from pagepool.memory.block_refs import BlockRefs
+from pagepool.prefix.keys import root_key
+from pagepool.prefix.store import PrefixStore
+from pagepool.prefix.store_index import Entry
+from pagepool.prefix.stored_pages import PageQueue, write_block
+
+__all__ = ["QUEUE_BYTES", "StoreLink"]
+
+logger = logging.getLogger("pagepool")
+
+QUEUE_BYTES = 128 << 20  # of pages that wait to be written; a page that finds no room is not written
+BATCH = 64  # pages that are written with one change of the index
+
+
+class StoreLink:
+    """Connects a cache to a store. Internal: `PrefixCache` calls it.
+
+    Order of locks: the lock of the link, then the critical section of the cache.
+
+    store  the `PrefixStore`
+    queue  pages that wait to be written
+    """
+
+    def __init__(self, store: PrefixStore, queue: PageQueue) -> None:
+        size = store.fingerprint.block_size
+        if queue.block_size != size:
+            raise ValueError(f"the store has blocks of {size} tokens, the prefix cache {queue.block_size}")
+        if queue.page_bytes != store.fingerprint.page_bytes:
+            raise ValueError(
+                f"the store has pages of {store.fingerprint.page_bytes} bytes, a block {queue.page_bytes} in all pools"
+            )
+        self.store, self.queue = store, queue
+        self._page = memoryview(bytearray(queue.page_bytes))
+        self._lock = Lock()
+        self._writer = _Writer(store, queue)
+        self._writer.start()
+        # The thread does not hold the link. It ends with the link, or when Python ends.
+        self.close = weakref.finalize(self, self._writer.stop)
+
+    @contextmanager
+    def promoted(self, cache: Any, row: Any, cache_salt: Any, extra_keys: Any) -> Iterator[None]:
+        """Read blocks of `row` that are not cached from the store and cache them, while there is room.
+
+        Evicts blocks that only the cache holds. The blocks of `row` stay cached until the end of the `with` block.
+        """
+        keys = {"cache_salt": cache_salt, "extra_keys": extra_keys}
+        held, fresh = BlockRefs(cache.allocator), BlockRefs(cache.allocator)
+        try:
+            known = cache.cached_tokens(row, **keys) // cache.block_size
+            if known < len(row) // cache.block_size:
+                with self._lock:
+                    self._promote(cache, row, keys, known, held, fresh)
+            yield
+        finally:
+            fresh.give_back()
+            held.give_back()
+            self._writer.wake()
+
+    def _promote(
+        self, cache: Any, row: Any, keys: dict[str, Any], known: int, held: BlockRefs, fresh: BlockRefs
+    ) -> None:
+        size = cache.block_size
+        names = self.store.names(row, root_key(**keys))[known:]
+        names = names[: self._writer.num_valid(names)]
+        ends = range(known * size, (known + len(names)) * size, size)
+        found = self.store.find(names, [row[begin : begin + size].tobytes() for begin in ends])
+        if not found:
+            return
+        before = cache.match_held(held, row[: known * size], **keys, is_use=False).tolist()
+        if len(before) < known:  # another thread has evicted one meanwhile
+            return
+        blocks = self._load(found, _allocate(cache, fresh, len(found)))
+        if blocks:
+            cache.cache_blocks(row[: (known + len(blocks)) * size], [*before, *blocks], **keys, start=known)
+            self.queue.mark(blocks)
+
+    def _load(self, found: Sequence[Entry], blocks: Sequence[int]) -> list[int]:
+        """Read pages into blocks, up to the first page that fails its sum; return the blocks."""
+        for count, (entry, block) in enumerate(zip(found, blocks, strict=False)):
+            if not self.store.read(entry, self._page):
+                return list(blocks[:count])
+            write_block(self.queue.allocator, block, self._page)
+        return list(blocks)
+
+    def wake(self) -> None:
+        """Let the thread write what is in the queue."""
+        self._writer.wake()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all pages of the queue are written; return whether they are, within `timeout` seconds."""
+        return self._writer.wait(timeout)
+
+    def forget(self, names: Iterable[bytes] | None) -> None:
+        """Find the entries of `names`, or any entry for None, no more; the thread deletes them from the store."""
+        with self._lock:  # a look-up that has found one of them ends first
+            self._writer.forget(names)
+
+
+def _allocate(cache: Any, refs: BlockRefs, n: int) -> list[int]:
+    """Take up to `n` free blocks for `refs`, after evicting as many as are missing."""
+    available = cache.allocator.available
+    if available < n:
+        cache.evict(n - available)
+    try:
+        blocks: list[int] = refs.allocate_n(min(n, cache.allocator.available)).tolist()
+    except PoolExhausted:  # another thread was faster
+        return []
+    return blocks
+
+
+class _Writer(Thread):
+    """The thread that writes the pages of a queue, and deletes what was forgotten."""
+
+    def __init__(self, store: PrefixStore, queue: PageQueue) -> None:
+        super().__init__(name="pagepool-store", daemon=True)
+        self._store, self._queue = store, queue
+        self._changed = Condition()  # guards the fields below
+        self._is_stopping = self._is_woken = self._has_ended = False
+        # Names to delete (None: all), each with the number of pages that must be written before: a page in the queue
+        # may have one of the names.
+        self._forgotten: deque[tuple[int, frozenset[bytes] | None]] = deque()
+
+    def run(self) -> None:
+        """Write until `stop`."""
+        try:
+            while not self._is_stopping:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_stopping or self._is_woken)
+                    self._is_woken = False
+                self._write_all()
+        except Exception as error:  # a defect: nothing more is written, as without a store
+            logger.error("the thread of the prefix store failed", exc_info=error)
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        queue = self._queue
+        while not self._is_stopping:
+            with self._changed:
+                self._changed.notify_all()
+                forgotten = self._forgotten[0] if self._forgotten else None
+            most = BATCH
+            if forgotten is not None:
+                most = min(BATCH, forgotten[0] - (queue.num_added - len(queue)))
+            if forgotten is not None and most <= 0:
+                self._store.forget(forgotten[1])
+                with self._changed:
+                    self._forgotten.popleft()
+                continue
+            pages = queue.peek(most)
+            self._store.write(pages)
+            written = len(pages)
+            del pages
+            queue.pop(written)
+            if not written:
+                return
+
+    def wake(self) -> None:
+        """Let the thread look at the queue."""
+        with self._changed:
+            self._is_woken = True
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait until all pages are written and all deletions are done; False when time runs out or the thread ends."""
+        self.wake()
+        with self._changed:
+            return self._changed.wait_for(self._is_done, timeout) and not self._has_ended
+
+    def _is_done(self) -> bool:
+        return self._has_ended or not (len(self._queue) or self._forgotten)
+
+    def forget(self, names: Iterable[bytes] | None) -> None:
+        """See `StoreLink.forget`."""
+        with self._changed:
+            self._forgotten.append((self._queue.num_added, None if names is None else frozenset(names)))
+        self.wake()
+
+    def num_valid(self, names: Sequence[bytes]) -> int:
+        """How many of the first names are not to be deleted."""
+        with self._changed:
+            forgotten = [gone for _, gone in self._forgotten]
+        for count, name in enumerate(names if forgotten else ()):
+            if any(gone is None or name in gone for gone in forgotten):
+                return count
+        return len(names)
+
+    def stop(self) -> None:
+        """End the thread after its batch."""
+        with self._changed:
+            self._is_stopping = True
+            self._changed.notify_all()
+        self.join()

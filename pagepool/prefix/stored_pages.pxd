@@ -1,0 +1,31 @@
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
+
+from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.prefix.radix_tree cimport NodeTable
+
+
+cdef struct Waiting:
+    uint64_t name[2]
+    uint64_t parent[2]
+
+
+cdef class PageQueue:
+    # Copies of pages that wait to be written. The cache adds pages inside its critical section; one thread takes them.
+    #   first <= next <= first + room: page number s, for first <= s < next, is at s % room
+    #   offered[b]: the page of block b was added since the block was cached, or came from the store
+    cdef readonly BlockAllocator allocator
+    cdef NodeTable tree
+    cdef readonly int64_t page_bytes
+    cdef readonly int64_t room
+    cdef Waiting *waiting
+    cdef int32_t *tokens  # block_size of each page
+    cdef PageBuffer pages
+    cdef PageBuffer offered_memory
+    cdef uint8_t *offered
+    cdef uint64_t first  # atomic
+    cdef uint64_t next  # atomic
+    cdef readonly long long dropped  # pages that found no room, or whose pool was closed
+
+    # Copies the page of a node's block, unless it was offered before. False when the queue is full. O(page_bytes).
+    cdef bint c_offer(self, int32_t node) noexcept

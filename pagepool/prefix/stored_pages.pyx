@@ -1,0 +1,211 @@
+"""Pages on their way between a pool and a store: the queue of pages to write, and their sums."""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.string cimport memcpy
+
+from pagepool.csrc cimport PP_OK, pp_lock, pp_status
+from pagepool.memory.allocator cimport BlockAllocator, pp_regions
+from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.prefix.radix_tree cimport NodeTable
+
+from pagepool._arguments import integer
+from pagepool.errors import InvalidBlock, PoolError
+
+__all__ = ["PageQueue", "SUM_KEY_BYTES", "block_bytes", "page_sums", "write_block"]
+
+
+cdef extern from "regions.h" nogil:
+    int64_t pp_regions_block_bytes(const pp_regions *regions, pp_lock *lock)
+    pp_status pp_regions_read_block(
+        const pp_regions *regions, pp_lock *lock, int32_t block, unsigned char *bytes, int64_t num_bytes)
+    pp_status pp_regions_write_block(
+        const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes, int64_t num_bytes)
+
+
+cdef extern from "page_sum.h" nogil:
+    enum:
+        PP_SUM_CHUNK
+        PP_SUM_KEY_BYTES
+        PP_SUM_BYTES
+    void pp_page_sums(const unsigned char *key, const unsigned char *page, size_t bytes, unsigned char *sums)
+
+
+cdef extern from *:
+    """
+    #define pp_number_load(number) __atomic_load_n(number, __ATOMIC_ACQUIRE)
+    #define pp_number_store(number, value) __atomic_store_n(number, value, __ATOMIC_RELEASE)
+    """
+    uint64_t pp_number_load(uint64_t *number) nogil
+    void pp_number_store(uint64_t *number, uint64_t value) nogil
+
+
+SUM_KEY_BYTES = PP_SUM_KEY_BYTES
+
+
+def page_sums(bytes key not None, data):
+    """Return the two 128-bit NH sums of each 4,096 bytes of `data`, 32 bytes for each of these chunks.
+
+    `data` is any C-contiguous buffer. Releases the GIL. Raises `ValueError` for a key of another length than
+    `SUM_KEY_BYTES`.
+
+    >>> len(page_sums(bytes(SUM_KEY_BYTES), bytes(5000)))
+    64
+    """
+    cdef Py_buffer view
+    cdef bytes sums
+    cdef const unsigned char *words
+    cdef unsigned char *found
+    if len(key) != PP_SUM_KEY_BYTES:
+        raise ValueError(f"key must have {PP_SUM_KEY_BYTES} bytes, not {len(key)}")
+    words = <const unsigned char *>PyBytes_AS_STRING(key)
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        sums = PyBytes_FromStringAndSize(NULL, (view.len + PP_SUM_CHUNK - 1) // PP_SUM_CHUNK * PP_SUM_BYTES)
+        found = <unsigned char *>PyBytes_AS_STRING(sums)
+        with nogil:
+            pp_page_sums(words, <const unsigned char *>view.buf, <size_t>view.len, found)
+    finally:
+        PyBuffer_Release(&view)
+    return sums
+
+
+def block_bytes(BlockAllocator allocator not None):
+    """Return the bytes of a block's pages in all pools of an allocator together; 0 without a pool.
+
+    >>> from pagepool import BlockAllocator
+    >>> block_bytes(BlockAllocator(4))
+    0
+    """
+    return pp_regions_block_bytes(allocator.regions, &allocator.lock)
+
+
+def write_block(BlockAllocator allocator not None, block, data):
+    """Copy `data` into the pages of a block, in all pools of the allocator, in the order in which they were attached.
+
+    The caller holds the only reference to the block. Releases the GIL. Raises `InvalidBlock` for an id that is free or
+    out of range, and `PoolError` when the pages do not have `len(data)` bytes.
+    """
+    cdef int32_t number = integer("block", block, 0, allocator.max_capacity - 1)
+    cdef Py_buffer view
+    cdef pp_status status
+    if allocator.c_ref_count(number) < 1:
+        raise InvalidBlock(f"block {number} is free: its pages cannot be written")
+    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+    try:
+        with nogil:
+            status = pp_regions_write_block(
+                allocator.regions, &allocator.lock, number, <const unsigned char *>view.buf, view.len
+            )
+        if status != PP_OK:
+            raise PoolError(f"a block has {block_bytes(allocator)} bytes in all pools, got {view.len}")
+    finally:
+        PyBuffer_Release(&view)
+
+
+@cython.final
+@cython.no_gc
+@cython.auto_pickle(False)
+cdef class PageQueue:
+    """PageQueue(allocator, tree, max_bytes)\n--\n
+    Copies of cached pages that wait for the thread that writes them to a store. Internal.
+
+    Parameters
+    ----------
+    allocator : BlockAllocator
+        The allocator of the blocks, with all of its pools attached.
+    tree : NodeTable
+        The prefixes of the cache, which have names.
+    max_bytes : int
+        Bytes of the queue; there is room for four pages at least.
+    """
+
+    def __cinit__(self, BlockAllocator allocator not None, NodeTable tree not None, int64_t max_bytes):
+        self.allocator = allocator
+        self.tree = tree
+        self.page_bytes = pp_regions_block_bytes(allocator.regions, &allocator.lock)
+        self.room = min(max(max_bytes // max(self.page_bytes, 4096), 4), max(allocator.max_capacity, 4))
+        self.waiting = <Waiting *>PyMem_Calloc(self.room, sizeof(Waiting))
+        self.tokens = <int32_t *>PyMem_Calloc(self.room, tree.block_size * sizeof(int32_t))
+        if self.waiting == NULL or self.tokens == NULL:
+            raise MemoryError(f"no memory for a queue of {self.room} pages")
+        self.pages = PageBuffer(self.room * self.page_bytes, "B")
+        self.offered_memory = PageBuffer(allocator.max_capacity, "B")
+        self.offered = self.offered_memory.base
+
+    def __dealloc__(self):
+        PyMem_Free(self.waiting)
+        PyMem_Free(self.tokens)
+
+    def __len__(self):
+        return <Py_ssize_t>(pp_number_load(&self.next) - pp_number_load(&self.first))
+
+    @property
+    def block_size(self):
+        """Tokens of a block."""
+        return self.tree.block_size
+
+    @property
+    def num_added(self):
+        """Number of pages that were ever added."""
+        return pp_number_load(&self.next)
+
+    cdef bint c_offer(self, int32_t node) noexcept:
+        cdef int32_t block = self.tree.nodes[node].block
+        cdef size_t row = self.tree.block_size
+        cdef int64_t place
+        if self.offered[block]:
+            return True
+        if <int64_t>(self.next - pp_number_load(&self.first)) == self.room:
+            self.dropped += 1
+            return False
+        place = <int64_t>(self.next % <uint64_t>self.room)
+        if pp_regions_read_block(
+            self.allocator.regions, &self.allocator.lock, block, self.pages.base + place * self.page_bytes,
+            self.page_bytes
+        ) != PP_OK:  # a pool was closed
+            self.dropped += 1
+            return True
+        memcpy(self.waiting[place].name, self.tree.names + 2 * node, sizeof(self.waiting[place].name))
+        memcpy(
+            self.waiting[place].parent, self.tree.names + 2 * self.tree.nodes[node].parent,
+            sizeof(self.waiting[place].parent),
+        )
+        memcpy(self.tokens + place * row, self.tree.tokens + node * row, row * sizeof(int32_t))
+        self.offered[block] = True
+        pp_number_store(&self.next, self.next + 1)
+        return True
+
+    def mark(self, blocks):
+        """Note that these cached blocks are in the store, so that they are not offered again."""
+        cdef int32_t block
+        for block in blocks:
+            self.offered[integer("block", block, 0, self.allocator.max_capacity - 1)] = True
+
+    def peek(self, most):
+        """Return the next pages, at most `most`, as a list of `(name, parent, tokens, page)`.
+
+        Names have 16 bytes; tokens are int32 as bytes; the page is a memoryview, which is valid until `pop`.
+        """
+        cdef uint64_t number, first = self.first
+        cdef uint64_t end = min(pp_number_load(&self.next), first + <uint64_t>integer("most", most, 0))
+        cdef int64_t place
+        cdef Py_ssize_t row = self.tree.block_size * sizeof(int32_t)
+        view = memoryview(self.pages)
+        found = []
+        for number in range(first, end):
+            place = <int64_t>(number % <uint64_t>self.room)
+            found.append((
+                PyBytes_FromStringAndSize(<const char *>self.waiting[place].name, 16),
+                PyBytes_FromStringAndSize(<const char *>self.waiting[place].parent, 16),
+                PyBytes_FromStringAndSize(<const char *>(self.tokens + place * self.tree.block_size), row),
+                view[place * self.page_bytes : (place + 1) * self.page_bytes],
+            ))
+        return found
+
+    def pop(self, n):
+        """Forget the first `n` pages, which `peek` returned."""
+        pp_number_store(&self.first, self.first + <uint64_t>integer("n", n, 0, len(self)))

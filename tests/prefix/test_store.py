@@ -1,0 +1,354 @@
+"""The store gives back the pages that were written, under the same model, salt and tokens, and nothing else."""
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from refusals import refuses
+from store_world import BLOCK, LAYOUT, LEAST, World, prompt
+
+from pagepool import BlockAllocator, KvCachePool, PrefixCache
+from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of, weights_digest
+from pagepool.prefix.store import PrefixStore
+
+
+def bytes_of(folder):
+    return sum(path.stat().st_blocks * 512 for path in Path(folder).rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
+@pytest.mark.parametrize("num_pools", [1, 2])
+def test_prompts_are_found_after_a_restart(tmp_path, policy, num_pools):
+    world = World(tmp_path, policy=policy, num_pools=num_pools)
+    assert world.run(range(20)) == 0 and world.run(range(100, 109), cache_salt="tenant") == 0
+    world = world.restart(tmp_path, policy=policy, num_pools=num_pools)
+    assert world.cache.num_cached == 0
+    assert world.run(range(20)) == 5 and world.run([*range(8), 0, 0, 0, 0]) == 2
+    assert world.run(range(100, 109)) == 0 and world.run(range(100, 109), cache_salt="tenant") == 2
+    assert world.store.stats()["found"] == 7
+    world.cache.check()
+    world.allocator.check(others=0)
+    world.stop()
+
+
+def test_every_way_to_look_a_prompt_up_asks_the_store(tmp_path):
+    world = World(tmp_path)
+    world.run(range(8))
+    world = world.restart(tmp_path)
+    assert world.cache.cached_tokens(range(8)) == 0
+    with world.cache.match_tokens([*range(6), 9, 9]) as match:
+        assert match.num_tokens == 4 and len(match.blocks) == 1
+    assert world.cache.match_prefix(range(8), extra_keys=iter(())).tolist() == [*match.blocks.tolist(), 1]
+    world.stop()
+
+
+def test_a_block_is_written_when_it_is_evicted_or_found_again(tmp_path):
+    world = World(tmp_path)
+    world.run(range(8))
+    assert world.cache.flush() and world.store.stats()["written"] == 2
+    world.run(range(50, 58))
+    world.cache.stats()
+    assert world.store.stats()["written"] == 2, "a block that was computed once is not written"
+    world.run(range(50, 58))
+    assert world.cache.flush() and world.store.stats()["written"] == 4
+    world.run(range(70, 78))
+    world.cache.evict(16)
+    world.stop()
+    world = World(tmp_path)
+    for _ in range(100):
+        if world.run(range(70, 78)) == 2:
+            break
+        world.cache.evict(16)
+    else:
+        raise AssertionError("blocks that were evicted are not in the store")
+    world.stop()
+
+
+def test_random_prompts_through_a_small_pool_and_restarts(tmp_path):
+    random = np.random.default_rng(3)
+    world, found = World(tmp_path), 0
+    for step in range(600):
+        found += world.run(prompt(random), cache_salt=(None, "a")[random.integers(2)])
+        if random.random() < 0.1:
+            world.cache.evict(random.integers(16))
+        if step % 60 == 59:
+            world.cache.check()
+            world = world.restart(tmp_path) if random.random() < 0.5 else (world.stop(), World(tmp_path))[1]
+    assert found > 600
+    world.allocator.check(others=0)
+    world.stop()
+
+
+def test_other_weights_find_nothing_and_the_first_ones_still_do(tmp_path):
+    world = World(tmp_path, weights="fine-tune 1")
+    world.run(range(20))
+    world = world.restart(tmp_path, weights="fine-tune 2")
+    assert world.run(range(20)) == 0
+    world = world.restart(tmp_path, weights="fine-tune 1")
+    assert world.run(range(20)) == 5
+    world.stop()
+
+
+def test_a_store_never_takes_more_bytes_than_it_may(tmp_path):
+    least = LEAST - (1 << 20) + (64 << 10)
+    world = World(tmp_path, num_blocks=64, max_bytes=least)
+    num_slots = world.store.num_slots
+    for number in range(0, 360, 60):
+        world.run(range(4 * number, 4 * number + 240))
+        assert world.cache.flush() and bytes_of(tmp_path) <= least
+    figures = world.store.stats()
+    assert figures["evicted"] > num_slots and figures["used_slots"] <= num_slots == 14
+    world = world.restart(tmp_path, num_blocks=64, max_bytes=least)
+    assert world.run(range(4 * number, 4 * number + 240)) == num_slots, "the beginning of the last prompt is kept"
+    world = world.restart(tmp_path, num_blocks=64, max_bytes=least - (40 << 10))
+    assert world.store.num_slots < num_slots and bytes_of(tmp_path) <= least - (40 << 10)
+    world.run(range(8))
+    world = world.restart(tmp_path, num_blocks=64, max_bytes=least - (40 << 10))
+    assert world.run(range(8)) == 2
+    world.stop()
+
+
+def test_the_prompt_that_was_used_longest_ago_is_dropped_first(tmp_path):
+    world = World(tmp_path, num_blocks=8, max_bytes=LEAST - (1 << 20) + (64 << 10))
+    least = world.store.num_slots
+    for number in range(least):
+        world.run([7] * 8)
+        world.run(range(100 + 8 * number, 108 + 8 * number))
+        world.cache.evict(8)
+        assert world.cache.flush()
+    assert world.store.stats()["evicted"] > 0
+    assert world.run([7] * 8) == 2 and world.run(range(100, 108)) == 0
+    world.stop()
+
+
+def test_one_process_writes_and_others_read(tmp_path):
+    world = World(tmp_path)
+    reader = World(tmp_path)
+    assert world.store.is_writer and not reader.store.is_writer
+    world.run(range(20))
+    assert world.cache.flush()
+    assert reader.run(range(20)) == 5 and reader.run(range(60, 80)) == 0
+    assert reader.cache.flush() and reader.store.stats()["written"] == 0
+    world.stop()
+    assert reader.run(range(20)) == 5
+    reader.stop()
+
+
+def test_a_child_of_fork_finds_and_writes_nothing(tmp_path):
+    world = World(tmp_path)
+    world.run(range(20))
+    assert world.cache.flush()
+    child = os.fork()
+    if not child:
+        names = world.store.names(np.arange(20, dtype=np.int32), b"")
+        os._exit(len(world.store.find(names, [b""] * len(names))))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    world.cache.evict(16)
+    assert world.run(range(20)) == 5
+    world.stop()
+
+
+def test_what_is_discarded_is_not_found_again(tmp_path):
+    world = World(tmp_path)
+    world.run(range(20))
+    assert world.cache.flush()
+    blocks = world.cache.match_prefix(range(20)).tolist()
+    world.allocator.free(blocks)
+    assert world.cache.discard(blocks[2:3]) == 1
+    world.cache.evict(16)
+    assert world.run(range(12)) == 2
+    world = world.restart(tmp_path)
+    assert world.run(range(20)) == 5  # the third block was computed again and written
+    world.cache.reset_prefix_cache()
+    assert world.run(range(8)) == 0
+    world.cache.reset_prefix_cache()
+    world = world.restart(tmp_path)
+    assert world.run(range(20)) == 0
+    world.stop()
+
+
+def test_many_threads_find_right_pages(tmp_path):
+    world = World(tmp_path, num_blocks=48)
+
+    def work(seed):
+        random = np.random.default_rng(seed)
+        found = 0
+        for _ in range(150):
+            tokens = prompt(random)
+            with world.cache.match_tokens(tokens) as match:
+                full = match.num_tokens // BLOCK
+                for number in range(full):
+                    world.check_page(match.blocks[number], tokens[: (number + 1) * BLOCK], {})
+                found += full
+            if random.random() < 0.2:
+                world.cache.evict(random.integers(48))
+        return found
+
+    for seed in range(40):
+        world.run(prompt(np.random.default_rng(seed)))
+    with ThreadPoolExecutor(4) as pool:
+        assert sum(pool.map(work, range(4))) > 0
+    world.cache.check()
+    world.stop()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_fails_costs_one_line_and_no_request(tmp_path, monkeypatch, caplog, number):
+    world = World(tmp_path)
+    world.run(range(20))
+    is_broken = True
+
+    def broken(*args):
+        if is_broken:
+            raise OSError(number, os.strerror(number))
+        return real(*args)
+
+    real = os.pwrite
+    monkeypatch.setattr("pagepool.prefix.store.os.pwrite", broken)
+    with caplog.at_level(logging.WARNING, "pagepool"):
+        for start in range(0, 200, 40):
+            world.run(range(start, start + 40))
+            assert world.cache.flush()
+    assert len(caplog.records) == 1 and os.strerror(number) in caplog.text
+    assert world.store.stats()["written"] == 0 < world.store.stats()["failed"]
+    is_broken = False
+    world.run(range(500, 520))
+    assert world.cache.flush() and world.store.stats()["written"] == 5
+    monkeypatch.setattr("pagepool.prefix.store.os.preadv", broken)
+    world.cache.evict(16)
+    is_broken = True
+    assert world.run(range(500, 520)) == 0
+    world.stop()
+
+
+FULL = """
+import resource, signal, sys
+sys.path.insert(0, {tests!r})
+from store_world import World
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+world = World({path!r}, num_blocks=64)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit := {limit}, limit))
+for start in range(0, 20_000, 200):
+    world.run(range(start, start + 200))
+    world.cache.evict(64)
+    assert world.cache.flush()
+assert world.store.stats()["failed"] > 0, world.store.stats()
+world.cache.check()
+"""
+
+
+@pytest.mark.parametrize("limit", [40_000, 200_000])
+def test_files_that_cannot_grow_cost_no_request(tmp_path, limit):
+    """The first limit stops the page file and the log of the index, the second one the log only."""
+    code = FULL.format(tests=str(Path(__file__).parent), path=str(tmp_path), limit=limit)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    world = World(tmp_path, num_blocks=64)
+    for start in range(0, 20_000, 200):
+        world.run(range(start, start + 200))
+    world.stop()
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from store_world import World, prompt
+random = np.random.default_rng({seed})
+world = World({path!r}, max_bytes={max_bytes})
+print("ready", flush=True)
+while True:
+    world.run(prompt(random))
+    world.cache.evict(int(random.integers(16)))
+"""
+
+
+def test_kills_at_random_leave_no_wrong_page(tmp_path):
+    random = np.random.default_rng(9)
+    found = 0
+    max_bytes = LEAST - (1 << 20) + (64 << 10)
+    for seed in range(12):
+        code = KILLED.format(tests=str(Path(__file__).parent), path=str(tmp_path), seed=seed, max_bytes=max_bytes)
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "ready\n"
+        try:
+            child.wait(random.random() * 0.4)
+        except subprocess.TimeoutExpired:
+            child.send_signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+        child.stdout.close()
+        world = World(tmp_path, max_bytes=max_bytes)
+        found += sum(world.run(prompt(random)) for _ in range(100))
+        world.stop()
+    assert found > 500
+
+
+def test_bad_arguments_are_refused_with_both_numbers(tmp_path):
+    pool = KvCachePool.from_layout(LAYOUT, 4)
+    found = fingerprint_of(pool, "a")
+    with refuses(ValueError, "max_bytes", "8406400", "1000"):
+        PrefixStore(tmp_path, found, 1000)
+    with refuses(TypeError, "fingerprint"):
+        PrefixStore(tmp_path, "a", LEAST)
+    with refuses(TypeError, "weights"):
+        fingerprint_of(pool, 7)
+    with refuses(ValueError, "weights"):
+        fingerprint_of(pool, "")
+    with refuses(ValueError, "block_size"):
+        fingerprint_of([], "a")
+    with PrefixStore(tmp_path, found, LEAST) as store:
+        second = KvCachePool.from_layout(LAYOUT, 4, pool.allocator)
+        with refuses(ValueError, "256", "512"):
+            PrefixCache(second.allocator, store=store)
+        second.close()
+        with refuses(ValueError, "4 tokens", "8"):
+            PrefixCache(BlockAllocator(4), block_size=8, store=store)
+        with refuses(ValueError, "max_events", "5"):
+            PrefixCache(pool.allocator, max_events=5, store=store)
+        with refuses(TypeError, "store"):
+            PrefixCache(pool.allocator, store="a folder")
+        cache = PrefixCache(pool.allocator, store=store)
+        with refuses(ValueError, "touch"):
+            cache.touch([1, 2, 3, 4])
+        assert cache.store is store
+    assert not PrefixCache(BlockAllocator(4)).flush() and PrefixCache(BlockAllocator(4)).store is None
+
+
+def test_fingerprints_differ_by_everything_that_pages_depend_on():
+    pool = KvCachePool.from_layout(LAYOUT, 4)
+    found = fingerprint_of(pool, "a", rope_theta=1.0)
+    assert found == fingerprint_of([KvCachePool.from_layout(LAYOUT, 9)], "a", rope_theta=1.0)
+    others = [
+        fingerprint_of(pool, "b", rope_theta=1.0),
+        fingerprint_of(pool, "a", rope_theta=2.0),
+        fingerprint_of(pool, "a"),
+        fingerprint_of([pool, pool], "a", rope_theta=1.0),
+        fingerprint_of(KvCachePool(64, 4), "a", rope_theta=1.0, block_size=4),
+        Fingerprint(found.text, found.page_bytes, 8),
+    ]
+    assert len({found.digest, *(other.digest for other in others)}) == 7
+
+
+def test_the_digest_of_weights_reads_every_byte_once(tmp_path):
+    folder, known = tmp_path / "model", tmp_path / "known.json"
+    folder.mkdir()
+    with refuses(ValueError, "no weights"):
+        weights_digest(folder)
+    (folder / "a.safetensors").write_bytes(bytes(3_000_000))
+    (folder / "config.json").write_text("{}")
+    first = weights_digest(folder, known)
+    assert weights_digest(folder, known) == weights_digest(folder) == first
+    status = (folder / "a.safetensors").stat()
+    (folder / "a.safetensors").write_bytes(bytes(2_999_999) + b"\1")
+    assert weights_digest(folder) != first and weights_digest(folder, known) != first
+    os.utime(folder / "a.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert weights_digest(folder, known) == first, "the digest of an unchanged file is remembered"
+    known.write_bytes(b"\xff damaged")
+    assert weights_digest(folder, known) != first
