@@ -6,7 +6,8 @@ import zlib
 
 import numpy as np
 
-from pagepool import BlockTables, KvCachePool, KvLayout, PrefixCache, Scheduler
+from pagepool import BlockTables, KvCachePool, KvLayout, PrefixCache, PrefixStore, Scheduler
+from pagepool.prefix.fingerprint import fingerprint_of
 
 VOCABULARY = 256
 
@@ -52,8 +53,11 @@ class FakeRunner:
         self.is_closed = False
         self.threads = set()
 
-    def new_prefix_cache(self, max_events=0):
-        return PrefixCache(self.pool.allocator, max_events=max_events)
+    def open_store(self, path, max_bytes, weights=None):
+        return PrefixStore(path, fingerprint_of(self.pool, weights or "none"), max_bytes)
+
+    def new_prefix_cache(self, max_events=0, store=None):
+        return PrefixCache(self.pool.allocator, max_events=max_events, store=store)
 
     def scheduler(self, config, prefix_cache=None):
         return Scheduler(config, self.pool, prefix_cache)

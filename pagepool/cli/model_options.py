@@ -12,6 +12,7 @@ from pagepool.attention.cpu import cpu_info
 from pagepool.cli.usage import UsageError, between, file_name, size_in_bytes
 from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
 from pagepool.integrations.transformers.pretrained import DTYPES, ModelError, load_pretrained
+from pagepool.prefix.fingerprint import weights_digest
 
 if TYPE_CHECKING:
     from pagepool.engine import Engine
@@ -65,6 +66,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="what torch's worker threads do between two loops: look for work, or sleep; default: auto, by other load",
     )
     add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
+    add(
+        "--store",
+        type=file_name,
+        metavar="DIR",
+        help="keep prefixes in this directory, for restarts, reboots and more of them than memory holds",
+    )
+    add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="the most that --store takes for a model, as 20G")
 
 
 def require(command: str, extra: str, *modules: str) -> None:
@@ -98,6 +106,7 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if options.pool_bytes is not None and options.pool_bytes > memory:
         raise UsageError(f"--pool-bytes asks for {options.pool_bytes} bytes, the machine has {memory}")
+    weights = open_store_folder(folder, options)
     if options.threads is not None:
         import_module("torch").set_num_threads(options.threads)
         os.environ["PAGEPOOL_NUM_THREADS"] = str(options.threads)
@@ -112,11 +121,36 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             config=config,
             prefix_cache=not options.no_prefix_cache,
             openmp=options.openmp,
+            store=options.store,
+            store_bytes=options.store_bytes,
+            weights=weights,
         )
     except ModelError as error:
         raise UsageError(str(error)) from error
     except (TypeError, ValueError) as error:
         raise UsageError(f"{folder}: {error}") from error
+
+
+def open_store_folder(model: Path, options: argparse.Namespace) -> str | None:
+    """Make the directory of the store; return the digest of the model's weights, or None without a store.
+
+    The directory remembers the digests of files that have not changed. Raises `UsageError` where it cannot be made or
+    an argument is missing.
+    """
+    if options.store is None and options.store_bytes is None:
+        return None
+    if options.store is None or options.store_bytes is None:
+        raise UsageError("--store and --store-bytes go together")
+    if options.no_prefix_cache:
+        raise UsageError("--store keeps the prefixes of the prefix cache: it does not go with --no-prefix-cache")
+    try:
+        store = Path(options.store)
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return weights_digest(model, store / "weights.json")
+    except OSError as error:
+        raise UsageError(f"{options.store}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
@@ -136,6 +170,10 @@ def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
         found.append(f"pool     {room} of {layout.block_size} tokens, {layout.dtype}")
     if runner.states is not None:
         found.append(f"states   {runner.states.stats()['capacity']:,} sequences")
+    if engine.store is not None:
+        kind = "" if engine.store.is_writer else ", which another process writes"
+        room = f"{engine.store.max_bytes / (1 << 20):,.1f} MiB: {engine.store.num_slots:,} blocks"
+        found.append(f"store    {options.store}{kind}: {room}")
     length = "any number of" if engine.max_model_len is None else f"{engine.max_model_len:,}"
     cache = "no prefix cache" if options.no_prefix_cache else "prefix cache"
     found.append(f"context  {length} tokens, up to {options.max_sequences} sequences, {cache}")

@@ -8,6 +8,7 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from pathlib import Path
 from threading import Condition, Lock, Thread
 from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = ["Engine"]
 logger = logging.getLogger("pagepool")
 
 MAX_BATCH_SEQUENCES = 32
+FLUSH_SECONDS = 30.0  # that pages have to reach the store when the engine is closed
 EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
 
 
@@ -49,7 +51,7 @@ class Engine(Intake):
     """Generates text with a model over pagepool's pages; any thread may call it.
 
     One thread makes all steps: schedule, run the model, sample, commit. Close the engine at the end, or use it as a
-    context manager. `runner`, `scheduler`, `prefix_cache`, `tokenizer`, `encoder`, `max_model_len`,
+    context manager. `runner`, `scheduler`, `prefix_cache`, `store`, `tokenizer`, `encoder`, `max_model_len`,
     `sampling_defaults`, `is_accepting` and `failure` are attributes. Failures are logged with their traceback by the
     logger "pagepool".
 
@@ -74,13 +76,22 @@ class Engine(Intake):
         What torch's worker threads do between the loops of a step, where torch uses GNU's OpenMP. "spin": look for
         work, which makes steps shortest where no other process needs the CPUs. "sleep": leave the CPUs to others.
         "auto": "spin", and "sleep" for a minute whenever the engine's thread had to wait for a CPU.
+    store : path or None
+        Directory of a `PrefixStore`, with which prefixes survive a restart and a reboot. `close` writes all cached
+        pages to it. Not for models with recurrent states.
+    store_bytes : int or None
+        The most bytes that the store takes for this model. Needed with `store`.
+    weights : str or None
+        A digest of the weights, for the store, such as `weights_digest` returns. None: the engine reads every weight.
 
     Raises
     ------
     ImportError
         torch or transformers is missing.
+    OSError
+        The directory of the store cannot be made.
     ValueError
-        The model cannot run over pages.
+        The model cannot run over pages, or has no store; or `store` comes without `store_bytes` or prefix cache.
 
     Examples
     --------
@@ -101,7 +112,12 @@ class Engine(Intake):
         prefix_cache: bool = True,
         prefix_events: int = 0,
         openmp: str = "auto",
+        store: str | Path | None = None,
+        store_bytes: int | None = None,
+        weights: str | None = None,
     ) -> None:
+        if store is not None and (store_bytes is None or not prefix_cache):
+            raise ValueError(f"a store needs store_bytes, not {store_bytes}, and a prefix cache")
         config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
         self.runner = model
         if not hasattr(model, "run"):
@@ -120,7 +136,9 @@ class Engine(Intake):
             is_exact=self.runner.groups is None,
             sampling_defaults=sampling_defaults_of(self.runner.model),
         )
-        self.prefix_cache = self.runner.new_prefix_cache(prefix_events) if prefix_cache else None
+        self.store = None if store is None else self.runner.open_store(store, store_bytes, weights)
+        options = {} if self.store is None else {"store": self.store}
+        self.prefix_cache = self.runner.new_prefix_cache(prefix_events, **options) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
         self._requests: dict[int, _Running] = {}
         self._changed = Condition()  # guards the requests, `is_accepting`, `failure` and the field below
@@ -215,6 +233,10 @@ class Engine(Intake):
         self._thread.join()
         atexit.unregister(self.close)
         self._openmp.close()
+        if self.store is not None:
+            if self.failure is None and self.prefix_cache is not None:
+                self.prefix_cache.flush(FLUSH_SECONDS)
+            self.store.close()
         self.runner.close()
 
     def __enter__(self) -> Engine:

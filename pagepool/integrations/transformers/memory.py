@@ -79,6 +79,11 @@ class ModelMemory:
         groups = self.groups or tuple(KvGroup(pool.allocator, self._block_size) for pool in self.pools)
         return HybridSequence(groups, self.states, label=label)
 
+    @property
+    def all_pools(self) -> list[KvCachePool]:
+        """Every pool of the allocator once, in the order in which they were made."""
+        return list(self._pools)
+
     def new_checkpoints(self) -> StateCheckpoints | None:
         """Copies of states, for a prefix cache: of as many as there are slots, but 8 at least. None without states."""
         if self.states is None or self._state_layout is None:

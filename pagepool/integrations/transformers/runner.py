@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
+from pagepool.integrations.transformers.storing import model_fingerprint
 from pagepool.integrations.transformers.trial import try_out
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.hybrid import KvGroup
@@ -18,6 +20,7 @@ from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.checkpoints import StateCheckpoints
+from pagepool.prefix.store import PrefixStore
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.scheduler import Scheduler
 
@@ -159,7 +162,33 @@ class ModelRunner:
             checkpoints = self.checkpoints
         return Scheduler(config, pool, prefix_cache, groups=self.groups, states=self.states, checkpoints=checkpoints)
 
-    def new_prefix_cache(self, max_events: int = 0) -> PrefixCache:
+    def open_store(self, path: str | Path, max_bytes: int, weights: str | None = None) -> PrefixStore:
+        """Returns a `PrefixStore` for the pages of this model. The caller closes it.
+
+        Parameters
+        ----------
+        path
+            Directory of the store. Several models may share it.
+        max_bytes
+            The most bytes that the store takes for this model.
+        weights
+            A digest of the weights, such as `weights_digest` returns. None: every weight is read.
+
+        Raises
+        ------
+        ValueError
+            The model has recurrent states, which a store does not keep; or as `PrefixStore`.
+        OSError
+            As `PrefixStore`.
+        """
+        if self.states is not None or not self.pools:
+            raise ValueError(
+                f"{type(self.model).__name__} has recurrent states, and a store keeps keys and values only"
+            )
+        pools = self._memory.all_pools
+        return PrefixStore(path, model_fingerprint(self.model, pools, self.block_size, weights), max_bytes)
+
+    def new_prefix_cache(self, max_events: int = 0, store: PrefixStore | None = None) -> PrefixCache:
         """Returns a new `PrefixCache` over the pool.
 
         For a model without attention it has blocks of its own, which hold nothing: they say which tokens were seen, and
@@ -169,11 +198,13 @@ class ModelRunner:
         ----------
         max_events
             As in `PrefixCache`.
+        store
+            A store of `open_store`, or None.
         """
         allocator = None if self.pool is None else self.pool.allocator
         if allocator is None:
             allocator = BlockAllocator(self.max_sequences * STATE_TOKENS // self.block_size)
-        return PrefixCache(allocator, block_size=self.block_size, max_events=max_events)
+        return PrefixCache(allocator, block_size=self.block_size, max_events=max_events, store=store)
 
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
         """Runs the step of a scheduler; returns the logits of the sequences that want a token.

@@ -1,0 +1,48 @@
+"""The fingerprint of a model of transformers, for a store of its pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Any
+
+import torch
+
+from pagepool.memory.kv_pool import KvCachePool
+from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
+
+__all__ = ["digest_of_weights", "model_fingerprint"]
+
+NOT_OF_PAGES = ("_name_or_path", "transformers_version", "architectures")  # of a config: what pages do not depend on
+
+
+def model_fingerprint(
+    model: Any, pools: Iterable[KvCachePool], block_size: int, weights: str | None = None
+) -> Fingerprint:
+    """Return the fingerprint of a model's pages.
+
+    Has the class of the model, its whole config, with RoPE and quantisation, the dtype of its weights and the
+    arithmetic of attention.
+
+    weights  a digest of its weights; None: `digest_of_weights`, which takes about 1 s per GB
+    """
+    config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_PAGES}
+    return fingerprint_of(
+        pools,
+        digest_of_weights(model) if weights is None else weights,
+        block_size=block_size,
+        model=type(model).__name__,
+        config=json.loads(json.dumps(config, default=str)),
+        dtype=str(model.dtype),
+        arithmetic="exact",
+    )
+
+
+def digest_of_weights(model: Any) -> str:
+    """Return a digest of all bytes of a model's parameters and buffers, with their names, dtypes and shapes."""
+    found = blake2b(digest_size=16)
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()

@@ -1,0 +1,131 @@
+"""A store of a real model: after a restart or a crash the same tokens come, and the prompt is not computed again."""
+
+import json
+import os
+import signal
+import sqlite3
+import time
+from contextlib import closing
+
+import pytest
+
+for name in ("torch", "transformers"):
+    pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
+
+import torch  # noqa: E402
+from families import each, prompts, tiny_model  # noqa: E402
+from test_generate import SECONDS, run, served, start  # noqa: E402
+
+from pagepool import Engine, SamplingParams  # noqa: E402
+from pagepool.integrations.transformers.storing import digest_of_weights  # noqa: E402
+
+STORE_BYTES = 64 << 20
+PARAMS = SamplingParams(16)
+
+
+def answers(engine):
+    running = [engine.submit(prompt, PARAMS) for prompt in prompts((70, 33, 130, 9))]
+    found = [generation.result(SECONDS) for generation in running]
+    engine.check()
+    return [generation.token_ids for generation in found], [generation.num_cached for generation in found]
+
+
+@pytest.mark.parametrize("family", each(["Llama", "Gemma3", "DeepseekV3", "Gemma4"]))
+def test_an_engine_with_the_store_of_another_one_generates_the_same_tokens(family, tmp_path):
+    with Engine(tiny_model(family)) as engine:
+        wanted, _ = answers(engine)
+    for cached in ([0, 0, 0, 0], [64, 32, 128, 0]):
+        with Engine(tiny_model(family), store=tmp_path, store_bytes=STORE_BYTES) as engine:
+            assert answers(engine) == (wanted, cached)
+
+
+def test_one_weight_that_differs_in_one_bit_finds_nothing(tmp_path):
+    models = [tiny_model("Llama"), tiny_model("Llama")]
+    assert digest_of_weights(models[0]) == digest_of_weights(models[1])
+    with torch.no_grad():
+        weight = next(models[1].parameters())
+        weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
+    assert digest_of_weights(models[0]) != digest_of_weights(models[1])
+    for model in models:
+        with Engine(model, store=tmp_path, store_bytes=STORE_BYTES) as engine:
+            assert answers(engine)[1] == [0, 0, 0, 0]
+
+
+def test_pages_of_another_dtype_are_not_used(tmp_path):
+    for dtype in ("float32", "bfloat16", "int8"):
+        with Engine(tiny_model("Llama"), dtype=dtype, store=tmp_path, store_bytes=STORE_BYTES) as engine:
+            assert answers(engine)[1] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("family", ["Mamba2", "Bamba"])
+def test_a_model_with_recurrent_states_is_refused(family, tmp_path):
+    with pytest.raises(ValueError, match=f"{family}.*recurrent states"):
+        Engine(tiny_model(family), store=tmp_path, store_bytes=STORE_BYTES)
+
+
+def test_arguments_that_cannot_be_get_one_sentence(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    store = ("--store", str(tmp_path))
+    for arguments, said in (
+        (store, "go together"),
+        (("--store-bytes", "1M"), "go together"),
+        ((*store, "--store-bytes", "64M", "--no-prefix-cache"), "--no-prefix-cache"),
+        ((*store, "--store-bytes", "1M"), "max_bytes must be at least"),
+        (("--store", str(file), "--store-bytes", "64M"), str(file)),
+    ):
+        code, _, err = run(capsys, "import", *arguments)
+        assert code == 2 and said in err.splitlines()[-1]
+
+
+def test_generate_finds_the_prompt_of_an_earlier_process(tmp_path):
+    for cached in (0, 288):
+        file = tmp_path / "figures.json"
+        process = start(
+            "generate", "def main(): return " * 30, "--store", str(tmp_path / "store"), "--store-bytes", "64M",
+            "--json", str(file), "--max-new-tokens", "8",
+        )  # fmt: skip
+        assert process.wait(SECONDS) == 0, process.communicate()[1]
+        process.communicate()
+        [output] = json.loads(file.read_text())["outputs"]
+        assert output["cached_tokens"] == cached or (cached and output["cached_tokens"] >= 128)
+    text = output["text"]
+    assert text and (tmp_path / "store" / "weights.json").exists()
+
+
+def num_stored(folder):
+    """Entries that are committed in the stores of a folder."""
+    count = 0
+    for index in folder.glob("*/index.sqlite"):
+        with closing(sqlite3.connect(index)) as database:
+            count += database.execute("SELECT count(*) FROM entries").fetchone()[0]
+    return count
+
+
+def test_a_server_that_was_killed_in_a_stream_finds_its_prompts_again(tmp_path):
+    pytest.importorskip("httpx", reason="httpx is not installed: make test-models")
+    import httpx
+
+    options = ("--store", str(tmp_path), "--store-bytes", "64M", "--show-cached-tokens")
+    prompt = "class Reader:\n    def read(self): return 1\n" * 20
+    body = {"model": "tiny_llama", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    process, _, url = served(*options)
+    first = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).json()
+    full = first["usage"]["prompt_tokens"] // 16
+    with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True, "max_tokens": 200}) as response:
+        for _ in response.iter_lines():  # pages are written at the second use of the prompt, which began
+            deadline = time.monotonic() + SECONDS
+            while num_stored(tmp_path) < full and time.monotonic() < deadline:
+                time.sleep(0.05)
+            break
+        process.kill()
+    assert process.wait(SECONDS) == -signal.SIGKILL
+    process.communicate()
+    process, _, url = served(*options)
+    second = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).json()
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (first["usage"]["prompt_tokens"] - 1) // 16 * 16
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(SECONDS) == 0
+    process.communicate()
