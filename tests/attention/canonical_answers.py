@@ -1,5 +1,7 @@
-"""The canonical order, worked out once: every instruction set that fuses has the same bits, and is tested in a process
-of its own that asks the same of plain Python. So do other builds, which may be given the same folder."""
+"""A disk cache for results of the canonical order in plain Python.
+
+Each instruction set is tested in a separate process with the same expected bits. Other builds can share the folder.
+"""
 
 import hashlib
 import os
@@ -10,13 +12,13 @@ from pathlib import Path
 from pagepool.reference import canonical
 
 FOLDER = "PAGEPOOL_TEST_ANSWERS"
-# Answers of another text are none to a question of this one.
+# The key includes the reference's sources, so that a changed source invalidates the cache.
 TEXT = b"".join(path.read_bytes() for path in sorted(Path(canonical.__file__).parent.glob("*.py")))
 SALT = hashlib.sha256(TEXT).digest()
 
 
 def once(function):
-    """The function, whose answers are kept as files in a folder that the processes of a test run share."""
+    """Cache the results of `function` as files in a folder that all processes of a test run share."""
 
     @wraps(function)
     def answer(*given, **named):

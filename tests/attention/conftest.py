@@ -6,7 +6,7 @@ from canonical_answers import FOLDER
 
 @pytest.fixture(scope="session", autouse=True)
 def answers(tmp_path_factory):
-    """The folder of canonical_answers: a given one, or a new one for this process and those that it starts."""
+    """Set the folder of canonical_answers: a given one, or a new one for this process and its child processes."""
     if FOLDER in os.environ:
         yield
         return

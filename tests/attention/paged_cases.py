@@ -1,4 +1,4 @@
-"""What the tests of attention share: paged sequences with known K and V, and attention over them in float64."""
+"""Helpers of the attention tests: paged sequences with known K and V, and attention over them in float64."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,7 +11,7 @@ from pagepool.reference.canonical import Quantised
 from pagepool.reference.views import views
 
 DTYPES = ["float32", "float16", "bfloat16"]
-MOST = {"int8": 127, "int4": 7}  # of the integers of what is quantised
+MOST = {"int8": 127, "int4": 7}  # largest integer of each quantised dtype
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 LIMIT = 1e-5  # max abs error / max abs reference, per query head
 TINY = 1e-37  # weights below the smallest normal float32 are 0
@@ -36,29 +36,29 @@ class Case:
         return decode(*self.args, **options)
 
     def rows(self, order):
-        """The same sequences in another order, or some of them."""
+        """Return the same sequences in another order, or some of them."""
         return replace(self, block_tables=self.block_tables[order], seq_lens=self.seq_lens[order], q=self.q[order])
 
     def with_queries(self, counts, seed=0):
-        """The same sequences with so many query tokens each, and the query_start_loc of these."""
+        """Return the same sequences with counts[i] query tokens for sequence i, and the query_start_loc."""
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         q = np.random.default_rng([seed, 7]).standard_normal((starts[-1], *self.q.shape[1:]), np.float32)
         return replace(self, q=q), starts
 
     def heads(self, chosen):
-        """The same sequences with some of the query heads."""
+        """Return the same sequences with some of the query heads."""
         return replace(self, q=np.ascontiguousarray(self.q[:, chosen]))
 
 
 def random_kv(layout, lengths, seed=0):
-    """What `append` takes of each sequence: K and, unless it is within K, V, float32 `(length, num_kv_heads, dim)`."""
+    """Return K and, unless V is part of K, V of each sequence, float32 `(length, num_kv_heads, dim)`."""
     made = normal_kv(layout.num_kv_heads, tuple(stored_dims(layout)), tuple(lengths), seed)
     return [tuple(x.copy() for x in both) for both in made]
 
 
 @lru_cache(maxsize=32)
 def normal_kv(num_kv_heads, dims, lengths, seed):
-    """Made once for all dtypes and block sizes."""
+    """Return normal random K and V, cached for all dtypes and block sizes."""
     rng = np.random.default_rng([seed, 1])
     return [tuple(rng.standard_normal((length, num_kv_heads, dim), np.float32) for dim in dims) for length in lengths]
 
@@ -68,7 +68,7 @@ def stored_dims(layout):
 
 
 def garbage(layout, count):
-    """K and V of `count` tokens: NaN and infinities of both signs."""
+    """Return K and V of `count` tokens: NaN and infinities of both signs."""
     return [special((count, layout.num_kv_heads, dim)) for dim in stored_dims(layout)]
 
 
@@ -81,16 +81,16 @@ def special(shape):
 
 
 def slots_of(row, length, block_size):
-    """The slots of the tokens 0 .. length - 1 of a row of a block table."""
+    """Return the slots of tokens 0 to length - 1 of a row of a block table."""
     tokens = np.arange(length, dtype=np.int64)
     return row[tokens // block_size].astype(np.int64) * block_size + tokens % block_size
 
 
 def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0, k_channel_scale=None):
-    """Sequences of these lengths on shuffled blocks, K and V in one layer.
+    """Return sequences of the given lengths on shuffled blocks, with K and V in one layer.
 
-    Every slot that holds no token has NaN or infinities: the rest of last blocks, a block that nobody owns, and all of
-    the other layers. Table entries past a sequence's length are ids out of range.
+    Every slot without a token contains NaN or infinities: the rest of last blocks, one unused block, and all other
+    layers. Table entries past a sequence's length are ids out of range.
     """
     rng = np.random.default_rng([seed, 0])
     size = layout.block_size
@@ -113,7 +113,7 @@ def make_case(layout, group, lengths, *, kv=None, layer=0, seed=0, k_channel_sca
 
 
 def channels(layout, seed=0):
-    """Scales from 1/2 to 2 for K that is quantised, else None."""
+    """Return channel scales from 1/2 to 2 for quantised K, otherwise None."""
     if layout.dtype not in MOST:
         return None
     shape = layout.num_layers, layout.num_kv_heads, layout.head_dim
@@ -121,7 +121,7 @@ def channels(layout, seed=0):
 
 
 def integers(page, dtype, dims, *, is_v):
-    """The integers (tokens of a group, dims) and scales of a head's K or V, as pagepool/layout.h lays them out."""
+    """Return the integers (tokens of a group, dims) and scales of a head's K or V, in the layout of layout.h."""
     elements = page[: 16 * dims * BITS[dtype] // 8]
     scales = page[len(elements) :][:64].view(np.float32)
     found = np.empty((16, dims), int)
@@ -144,7 +144,7 @@ def integers(page, dtype, dims, *, is_v):
 
 
 def stored(case, row, head=0):
-    """K and V of one K/V head of a sequence as the canonical order takes them: numbers, or integers and scales."""
+    """Return K and V of one KV head of a sequence for the canonical order: numbers, or integers and scales."""
     layout, length, table = case.pool.layout, int(case.seq_lens[row]), case.block_tables[row]
     kinds = [(layout.dtype, layout.head_dim), (layout.v_dtype or layout.dtype, layout.v_head_dim)]
     sizes = [16 * dims * BITS[dtype] // 8 + (64 if dtype in MOST else 0) for dtype, dims in kinds]
@@ -168,7 +168,7 @@ def stored(case, row, head=0):
 
 
 def attention_f64(case, sm_scale=None, **options):
-    """out and lse in float64 on the values that the pool stores; the options are those of decode."""
+    """Return out and lse in float64 for the stored values. Takes the options of decode."""
     num_tokens, heads, _ = case.q.shape
     out = np.zeros((num_tokens, heads, case.pool.layout.v_head_dim))
     lse = np.full((num_tokens, heads), -np.inf)
@@ -179,7 +179,7 @@ def attention_f64(case, sm_scale=None, **options):
 
 
 def block_scores_f64(case, **options):
-    """The scores of blocks in float64."""
+    """Return block_scores in float64."""
     scores = np.zeros((*case.q.shape[:2], case.block_tables.shape[1]))
     for seen in weigh_f64(case, **options):
         np.add.at(scores[seen.row].T, seen.tokens // case.pool.layout.block_size, flat(seen.weights).T)
@@ -187,8 +187,10 @@ def block_scores_f64(case, **options):
 
 
 def rounding_bounds(case, **options):
-    """By how much arithmetic of bf16 may change each output and each lse, as `decode` documents it. They are made of
-    sum_t weight[t] |V[t]| and, of the tokens that are seen, the largest sm_scale sum_d |q[d] K[t][d]|."""
+    """Return the documented error bounds of bf16 arithmetic for each output and each lse.
+
+    They depend on sum_t weight[t] |V[t]| and on the largest sm_scale sum_d |q[d] K[t][d]| of the attended tokens.
+    """
     num_tokens, heads, _ = case.q.shape
     sizes = np.zeros((num_tokens, heads, case.pool.layout.v_head_dim))
     score_sizes = np.zeros((num_tokens, heads))
@@ -203,13 +205,16 @@ def rounding_bounds(case, **options):
 
 
 def flat(per_group):
-    """(kv head, query head of its group, ...) as (query head, ...)."""
+    """Reshape (kv head, query head of its group, ...) to (query head, ...)."""
     return per_group.reshape(-1, *per_group.shape[2:])
 
 
 class Seen(NamedTuple):
-    """What one query token sees, in float64: the first axis of q, k, v, weights and lse is the K/V head; the second
-    that of the query heads of its group or, of k and v, of the `tokens`."""
+    """The attended tokens of one query token, in float64.
+
+    The first axis of q, k, v, weights and lse is the KV head. The second axis is the query head of its group, or, for k
+    and v, the token in `tokens`.
+    """
 
     row: int
     tokens: np.ndarray
@@ -232,7 +237,7 @@ def weigh_f64(
     alibi_slopes=None,
     sinks=None,
 ):
-    """Of each query token that sees any: what it sees and by which weights."""
+    """Yield the attended tokens and their weights for each query token that attends to any."""
     kv_heads = case.pool.layout.num_kv_heads
     _, heads, dim = case.q.shape
     scale = 1 / np.sqrt(dim) if sm_scale is None else sm_scale
@@ -261,7 +266,7 @@ def weigh_f64(
 
 
 def assert_close(got, expected, limit=LIMIT):
-    """The error of attention as the architecture defines it, and that of the lse relative to max(1, |lse|)."""
+    """Check the error of attention as defined by the architecture, and the error of lse relative to max(1, |lse|)."""
     (out, lse), (right, right_lse) = got, expected
     assert out.dtype == lse.dtype == np.float32
     assert (out.shape, lse.shape) == (right.shape, right_lse.shape)
@@ -280,5 +285,5 @@ def assert_same_bits(got, expected):
 
 
 def assert_same(got, expected):
-    """The same bits, and NaN where there is NaN."""
+    """Check for equal bits; any NaN equals any NaN."""
     assert_same_bits(*([np.where(np.isnan(x), np.float32(np.nan), x) for x in each] for each in (got, expected)))

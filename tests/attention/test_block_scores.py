@@ -12,7 +12,7 @@ from test_decode_variants import variants
 from pagepool import KvLayout, cpu_info, decode
 
 LENGTHS = [0, 1, 15, 16, 33, 511, 512, 1100]
-LIMIT = 1e-5  # of 1, which the weights of a row add up to
+LIMIT = 1e-5  # absolute error; the weights of a row add up to 1
 
 
 @pytest.fixture(scope="module", params=product(DTYPES, [1, 5, 16, 48, 128, 1000, 1024]), ids=str)
@@ -110,8 +110,8 @@ def test_scores_of_minus_infinity_and_nan():
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_blocks_outside_of_the_window_have_none_whatever_a_head_sees(value):
-    """Infinity less infinity is NaN, and that times nothing, too."""
+def test_blocks_outside_of_the_window_have_score_0_even_if_the_head_is_nan(value):
+    """The scaling of inf - inf gives NaN, and NaN * 0 is NaN: such blocks must not be scaled."""
     k, v = np.zeros((64, 1, 8), np.float32), np.ones((64, 1, 8), np.float32)
     k[40] = value
     case = make_case(KvLayout(1, 1, 8, 5, "float32"), 1, [64], kv=[(k, v)])

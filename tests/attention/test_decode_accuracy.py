@@ -63,7 +63,7 @@ def test_the_default_scale_is_one_over_the_root_of_head_dim():
 
 
 def test_large_scores_after_many_small_ones():
-    """The running maximum changes late, in other tiles and chunks, and what came before nearly vanishes."""
+    """The running maximum changes late, in later tiles and chunks, and the weights of earlier tokens nearly vanish."""
     layout = KvLayout(1, 1, 8, dtype="float32")
     k, v = np.random.default_rng(2).standard_normal((2, 1300, 1, 8), np.float32)
     for token, factor in ((40, 2), (515, 3), (1290, 4)):

@@ -1,4 +1,4 @@
-"""Bad input to decode and prefill: a clear error, and `out` is as it was."""
+"""Bad input to decode and prefill: a clear error, and `out` is unchanged."""
 
 import mmap
 
@@ -13,12 +13,12 @@ from pagepool import InvalidBlock, KvCachePool, KvLayout, decode, prefill
 SENTINEL = np.float32(12345.0)
 NARROW = [np.float16, ml_dtypes.bfloat16, np.uint16]
 LAYOUT = KvLayout(2, 2, 16, dtype="float32")
-NORESERVE = 0x4000  # of Linux; mmap names it from Python 3.13 on
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, in mmap since Python 3.13
 
 
 @pytest.fixture(params=[decode, prefill], ids=["decode", "prefill"])
 def call(request):
-    """decode or prefill with good arguments but for those given; they can also be functions of the good one."""
+    """Call decode or prefill with valid arguments, except the given ones: values, or functions of the valid value."""
     case = make_case(LAYOUT, 2, [40, 0, 17])
     good = dict(zip(("q", "pool", "layer", "block_tables", "seq_lens"), case.args, strict=True))
 
@@ -31,7 +31,7 @@ def call(request):
         if request.param is prefill:
             if "query_start_loc" not in args:
                 args["query_start_loc"] = np.arange(len(positional[-1]) + 1, dtype=np.int32)
-            args.pop("return_block_scores", None)  # which prefill does not have
+            args.pop("return_block_scores", None)  # prefill does not have it
         try:
             return request.param(*positional, **args)
         finally:
@@ -71,7 +71,7 @@ def test_a_block_that_was_given_back_says_so(call):
 
 
 def test_a_length_beyond_the_table(call):
-    width = 5  # of 16 tokens each
+    width = 5  # blocks of 16 tokens
     call(seq_lens=changed(1, 0), block_tables=changed(np.s_[1], 0))
     refused(call, ValueError, str(width * 16 + 1), seq_lens=changed(1, width * 16 + 1))
 
@@ -168,7 +168,7 @@ def test_an_out_that_overlaps_q():
         np.testing.assert_array_equal(memory, before)
     memory[:2] = case.q[:2]
     two = case.rows(np.array([0, 1]))
-    decode(memory[:2], *two.args[1:], out=memory[2:4])  # neighbours do not overlap
+    decode(memory[:2], *two.args[1:], out=memory[2:4])  # adjacent arrays do not overlap
 
 
 @pytest.mark.parametrize("narrow", NARROW)
@@ -222,7 +222,7 @@ def test_an_out_that_overlaps_the_pages():
 def test_an_out_that_overlaps_a_packed_mask():
     case = make_case(LAYOUT, 2, [40, 0, 17])
     out = np.full(case.q.shape, SENTINEL, np.float32)
-    mask = out.view(np.uint8).reshape(-1)[: 5 + 0 + 3]  # a query token each: a bit for each token of a sequence
+    mask = out.view(np.uint8).reshape(-1)[: 5 + 0 + 3]  # one query token each: one bit for each token of a sequence
     before = out.copy()
     with refuses(ValueError, "out", "custom_mask"):
         case.decode(out=out, custom_mask=mask)
@@ -442,7 +442,7 @@ def test_queries_that_no_memory_holds(call):
 
 
 def test_more_sequences_than_are_counted(call):
-    """Address space alone: none of it is touched."""
+    """Reserve address space without touching it."""
     count = 1 << 31
     many = np.frombuffer(
         mmap.mmap(-1, 4 * (count + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE), np.int32

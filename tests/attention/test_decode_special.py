@@ -1,4 +1,4 @@
-"""NaN and infinities in K, V and q give what IEEE arithmetic says, in every tile and chunk, as in the reference."""
+"""NaN and infinities in K, V and q follow IEEE arithmetic in every tile and chunk, like the reference."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ LENGTH = 1024
 
 
 def plain(dtype="float32", block_size=16):
-    """A layout, and the K and V of a sequence whose scores are all 0 and whose V is 1."""
+    """Return a layout, and K = 0 and V = 1 of a sequence, so that all scores are 0."""
     k, v = np.zeros((LENGTH, 1, 8), np.float32), np.ones((LENGTH, 1, 8), np.float32)
     return KvLayout(1, 1, 8, block_size=block_size, dtype=dtype), k, v
 
@@ -113,7 +113,7 @@ def test_a_weight_of_zero_times_infinity_is_nan(place):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("place", [40, 600])
 def test_v_may_be_as_large_as_is_promised(place, dtype):
-    """Just below what raises the shift, a token's weight is nearly 2^8."""
+    """A score just below the threshold that updates the maximum has a weight of nearly 2^8."""
     layout, k, v = plain(dtype)
     k[place], v[place] = 5.5 / 8, 2.0**120 * 125 / 128  # which bfloat16 holds
     weight = np.exp(5.5)

@@ -1,4 +1,4 @@
-"""decode with a sliding window, soft cap, ALiBi and sinks: against float64, and what it does not read."""
+"""decode with a sliding window, soft cap, ALiBi and sinks against float64; tokens before the window are not read."""
 
 from dataclasses import replace
 from itertools import product
@@ -15,7 +15,7 @@ WINDOWS = [0, 1, 14, 15, 16, 17, 31, 32, 100, 511, 512, 700, 5000]
 
 
 def variants(heads, seed=5):
-    """One number per head for ALiBi and for the sinks."""
+    """Return one number per head for ALiBi and for the sinks."""
     rng = np.random.default_rng(seed)
     slopes = (2.0 ** -np.arange(1, heads + 1)).astype(np.float32)
     return slopes, 3 * rng.standard_normal(heads).astype(np.float32)
@@ -77,7 +77,7 @@ def test_bits_do_not_depend_on_the_block_size():
 
 @pytest.mark.parametrize("window_left", [0, 15, 16, 100, 511, 700])
 def test_what_lies_outside_of_the_window_is_not_read(case, window_left):
-    """Neither its ids, which are replaced by nonsense, nor its values, which the case below fills with NaN."""
+    """Neither block ids (replaced by invalid ones here) nor values (the next test fills them with NaN) are read."""
     expected = case.decode(window_left=window_left, return_lse=True)
     size, tables = case.pool.layout.block_size, case.block_tables.copy()
     for row, length in enumerate(LENGTHS):

@@ -1,4 +1,4 @@
-"""Variables of the environment that cannot be followed are named, with what is used instead."""
+"""Invalid environment variables cause a warning that names the variable and the value used instead."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ assert np.array_equal(first, second)
 
 
 def warnings_of(program, **environment):
-    """What a process says on standard error, a line for each warning."""
+    """Run a program in a new process and return its warnings, one line each."""
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", program],

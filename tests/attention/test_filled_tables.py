@@ -10,7 +10,7 @@ LAYOUT = KvLayout(1, 1, 8, dtype="float32")
 
 
 def filled(package=pagepool, lengths=(5, 0, 20), num_tokens=None):
-    """A pool, its sequences of these lengths, and tables that are filled with them."""
+    """Return a pool, sequences of the given lengths, and tables filled with them."""
     random = np.random.default_rng(0)
     pool = package.KvCachePool.from_layout(LAYOUT, 8)
     states = [package.PagedSeqState(pool.allocator) for _ in lengths]

@@ -1,4 +1,4 @@
-"""K and V of different dims, and V within K (the latent cache of multi-head latent attention): pages and decode."""
+"""K and V with different dims, and V as part of K (the latent cache of multi-head latent attention)."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def layout_of(shape, dtype, layers=1):
 
 
 def stored(layout, both):
-    """K and V as the pages hold them, in float32."""
+    """Return K and V rounded to the pages' dtype, in float32."""
     k, *v = (x.astype(NUMPY[layout.dtype]).astype(np.float32) for x in both)
     return k, v[0] if v else k[:, :, : layout.v_head_dim]
 
@@ -169,7 +169,7 @@ def test_the_reference_says_the_same(v_in_k):
 
 @pytest.mark.parametrize("block_size", [16, 5])
 def test_a_special_k_is_a_special_v(block_size):
-    """NaN of a token that is not seen does not count, though it lies in the lanes of those that are."""
+    """A NaN of a token outside of the window has no effect, although it shares vector lanes with tokens inside."""
     layout = KvLayout(1, 1, 24, block_size, "float32", v_head_dim=16, v_in_k=True)
     case = make_case(layout, 2, [40])
     expected = case.decode(window_left=5, return_lse=True)

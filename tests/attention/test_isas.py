@@ -1,4 +1,4 @@
-"""Every kernel test once per instruction set of this machine: the tests again, in a process forced to it."""
+"""Run every kernel test once per instruction set of this machine, each in a process that forces it."""
 
 import os
 import subprocess
@@ -27,12 +27,11 @@ def test_the_forced_instruction_set_is_in_use():
 
 @pytest.mark.parametrize("isa", [isa for isa in cpu_info()["available"] if isa != cpu_info()["isa"]])
 def test_kernels_with(isa):
-    # Its kernels but those for dot products are, function by function, those of the same set with such an instruction.
+    # A set without dot products of bf16 shares all other kernels with the set that has them.
     only_dots = f"{isa}_bf16" in cpu_info()["available"]
     tests = ["test_arithmetic_bf16.py", "test_prefill.py"] if only_dots else KERNEL_TESTS
     files = [str(FOLDER / name) for name in [*tests, "test_isas.py::test_the_forced_instruction_set_is_in_use"]]
-    # What is compared with the canonical order in plain Python reaches no code that the others do not, and sanitizers
-    # make that slow.
+    # Comparisons with the canonical order cover no additional code, and sanitizers make the plain Python slow.
     words = ["bf16 or forced"] * only_dots + ["not canonical_order"] * ("asan" in os.environ.get("LD_PRELOAD", ""))
     chosen = " and ".join(f"({word})" for word in words)
     run = subprocess.run(

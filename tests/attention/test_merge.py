@@ -1,4 +1,4 @@
-"""merge_state and merge_states: parts of a sequence put together are the whole, empty parts do not count."""
+"""merge_state and merge_states: merged parts equal attention over the whole sequence; empty parts have no effect."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ SIZE = 16
 
 
 def parts_of(case, borders):
-    """decode over [borders[i], borders[i + 1]) of each sequence, borders in blocks: (v, s) with a state axis."""
+    """Decode over [borders[i], borders[i + 1]) of each sequence, in blocks; return (v, s) with an axis of states."""
     results = []
     for begin, end in pairwise(borders):
         lens = np.clip(case.seq_lens - begin * SIZE, 0, (end - begin) * SIZE).astype(np.int32)

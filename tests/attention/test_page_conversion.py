@@ -1,4 +1,4 @@
-"""What append stores and gather returns, bit for bit, in every dtype and layout: conversion is a kernel too."""
+"""append and gather convert exactly, bit by bit, in every dtype and layout. Conversion is a kernel as well."""
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +12,7 @@ SHAPES = [(1, 8, 16), (2, 24, 16), (1, 40, 3), (2, 64, 32), (1, 72, 48), (3, 80,
 
 
 def special_floats():
-    """Float32 of every exponent, halfway cases of both 16-bit dtypes and their neighbours, subnormals, infinities."""
+    """Return float32 of every exponent, midpoints of 16-bit values and their neighbours, subnormals, infinities."""
     exponents = np.arange(256, dtype=np.uint32)[:, None] << np.uint32(23)
     fractions = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0xFFF, 0x1000, 0x1001, 0x3000, 0x7FFFFF], np.uint32)
     bits = (exponents | fractions).ravel()
@@ -22,7 +22,7 @@ def special_floats():
 
 
 def store(dtype, values, block_size):
-    """A pool of heads of 8 dims with `values` as the K, and their negatives as the V, of consecutive tokens."""
+    """Return a pool with heads of 8 dims: K of consecutive tokens is `values`, V their negatives."""
     tokens = values.reshape(-1, 1, 8)
     pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=block_size, dtype=dtype), -(-len(tokens) // block_size))
     pool.append(0, np.arange(len(tokens), dtype=np.int64), tokens, -tokens)
@@ -88,7 +88,7 @@ def test_gather_returns_what_append_stored_on_shuffled_blocks(kv_heads, head_dim
     pool = KvCachePool.from_layout(layout, 5)
     k, v = np.random.default_rng(2).standard_normal((2, length, kv_heads, head_dim), np.float32)
     slots = slots_of(blocks, length, block_size)
-    first = length // 3  # in two parts, the border inside of a block
+    first = length // 3  # two parts that meet within a block
     pool.append(1, slots[:first], k[:first], v[:first])
     pool.append(1, slots[first:], k[first:], v[first:])
     for got, given in zip(pool.gather(1, blocks, length), (k, v), strict=True):

@@ -1,4 +1,4 @@
-"""Quantised pages, and pages whose K and V have different dtypes: stored as said, computed in the canonical order."""
+"""Quantised pages, and pages with different dtypes of K and V: documented storage, canonical order of arithmetic."""
 
 import canonical_answers as canonical
 import ml_dtypes
@@ -30,7 +30,7 @@ OTHERS = [("float16", "bfloat16"), ("float32", "int4"), ("int4", "float16"), ("f
 every_kind = pytest.mark.parametrize(("dtype", "v_dtype"), KINDS)
 LENGTHS = [0, 1, 40, 130, 600, 530, 20, 77, 0, 33]
 COUNTS = [30, 1, 40, 130, 100, 1, 45, 7, 0, 8]
-RMS = 1e-4  # of the difference from float64 on the stored values, over the RMS of the result
+RMS = 1e-4  # limit of the RMS difference from float64 on the stored values, relative to the result's RMS
 
 
 def layout_of(dtype, v_dtype, kv_heads=2, dim=64, **others):
@@ -50,7 +50,7 @@ def assert_near(got, expected, limit=RMS):
 
 
 def quantised(x, dtype):
-    """Integers and scales of rows, as the header says."""
+    """Quantise rows as layout.h documents; return integers and scales."""
     largest = np.abs(x).max(-1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
         up = np.float32(MOST[dtype]) / largest
@@ -61,7 +61,7 @@ def quantised(x, dtype):
     return np.where(usual & ~bad, whole, 0).astype(np.float32), np.where(bad, np.nan, scale)[..., 0].astype(np.float32)
 
 
-# ---------------------------------------------------------------------------------------------- what pages hold
+# ---------------------------------------------------------------------------------------------- stored values
 
 
 @pytest.mark.parametrize("dims", [8, 24, 40, 64, 72, 128, 136])
@@ -82,7 +82,7 @@ def test_integers_and_scales_lie_where_the_header_says(dtype, v_dtype, dims):
     head_bytes = k_bytes + 16 * v_dims * BITS[v_dtype] // 8 + 64
     for group in range(2):
         for head in range(2):
-            at = ((2 + group) * 2 + head) * head_bytes  # layer 1 comes after two groups of two heads
+            at = ((2 + group) * 2 + head) * head_bytes  # layer 1 is after two groups of two heads
             part = page[at : at + head_bytes]
             for is_v, (of, size) in enumerate(((part, dims), (part[k_bytes:], v_dims))):
                 got, scales = integers(of, (dtype, v_dtype)[is_v], size, is_v=bool(is_v))
@@ -182,7 +182,7 @@ def test_every_kind_against_float64(dtype, v_dtype, group, dim, v_dim):
 @every_kind
 @pytest.mark.parametrize("dim", [256, 576, 1024])
 def test_many_dims(dtype, v_dtype, dim):
-    """Integers of queries are so small that no score passes an int32."""
+    """The integers of queries are small enough that no score overflows an int32."""
     case = case_of(layout_of(dtype, v_dtype, 1, dim), 2, [600])
     case.pool.append(
         0, slots_of(case.block_tables[0], 1, 16), np.ones((1, 1, dim), np.float32), np.ones((1, 1, dim), np.float32)
@@ -266,7 +266,7 @@ def test_nan_reaches_who_gives_it_weight_and_nobody_else():
 
 
 def test_a_token_without_weight_may_have_any_value():
-    """2^-127 and less is no weight: a scale of NaN is not multiplied with it."""
+    """A weight of at most 2^-127 counts as 0: a NaN scale is not multiplied with it."""
     layout = layout_of("int8", "int8", 1, 8)
     k, v = np.zeros((2, 40, 1, 8), np.float32)
     k[:, 0, 0], k[5, 0, 0], v[...] = 100, -100, 1
@@ -299,11 +299,11 @@ def test_queries_and_results_of_other_dtypes(q_dtype, out_dtype):
     np.testing.assert_array_equal(out.view(np.uint16), expected.astype(out_dtype).view(np.uint16))
 
 
-# -------------------------------------------------------------------------------------------- what it costs
+# -------------------------------------------------------------------------------------------- accuracy
 
 
 def drawn(kind, rng, tokens=2048, dims=128):
-    """Queries, keys and values: `biased` has eight channels of keys 30 from 0 before rotary embedding."""
+    """Return queries, keys and values. With `biased`, eight key channels have a bias of 30 before rotary embedding."""
     if kind == "t3":
         k, v = rng.standard_t(3, (2, tokens, dims)) / np.sqrt(3)
     else:
@@ -321,7 +321,7 @@ def drawn(kind, rng, tokens=2048, dims=128):
 
 
 def error_of(kind, dtype, v_dtype, *, calibrated):
-    """RMS of the result's difference from attention over K and V that are not quantised, over its RMS."""
+    """Return the RMS difference from attention over unquantised K and V, relative to the result's RMS."""
     q, k, v = drawn(kind, np.random.default_rng(3))
     layout = KvLayout(1, 1, 128, dtype=dtype, v_dtype=v_dtype)
     scale = calibrate_channels(k[:256, None]) if calibrated else np.ones((1, 1, 128), np.float32)

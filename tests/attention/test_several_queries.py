@@ -1,4 +1,4 @@
-"""Several query tokens per sequence: causal, as trees and with any mask; each row has the bits of a lone query."""
+"""Several query tokens per sequence: causal, trees and any mask; each row has the bits of a single query token."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def case(request):
 
 
 def lone(case, row, view):
-    """The same query token alone, at the end of a sequence that ends with it."""
+    """Decode the query token alone, in a sequence that ends with it."""
     length = max(0, view.position + 1)
     tables = case.block_tables[[view.sequence]]
     return replace(case, q=case.q[[row]], block_tables=tables, seq_lens=np.array([length], np.int32))
@@ -47,7 +47,7 @@ def random_masks(counts, lengths, seed=0, share=0.7):
 
 
 def trees(counts, seed=0):
-    """Each token sees itself, its parent, its parent's parent, ..."""
+    """Each token attends to itself and its ancestors."""
     rng = np.random.default_rng(seed)
     masks = []
     for count in counts:
@@ -158,8 +158,8 @@ def test_neither_threads_nor_other_queries_change_a_row(case):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [16, 5])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_a_row_does_not_see_does_not_reach_it(value, block_size, dtype):
-    """0 * NaN would. One token after another is poisoned; the rows that do not see it keep their bits."""
+def test_masked_tokens_do_not_affect_a_row(value, block_size, dtype):
+    """0 * NaN would. Each token in turn gets special values; rows that do not attend to it keep their bits."""
     length, count = 70, 6
     case = make_case(KvLayout(1, 1, 24, block_size, dtype), 3, [length])
     case, starts = case.with_queries([count])
@@ -274,7 +274,7 @@ def test_pages_that_no_query_sees_are_not_read(case):
 
 
 class Shown:
-    """An array that does something when it is asked for."""
+    """An array that calls `act` when it is read."""
 
     def __init__(self, array, act):
         self.array, self.act = array, act
@@ -310,7 +310,7 @@ def test_ids_of_blocks_that_only_a_mask_hides_are_checked():
 
 
 def test_a_chunk_of_a_prompt_is_several_queries():
-    """200 query tokens, most of them blind for the last chunk."""
+    """200 query tokens; most of them do not attend to the last chunk."""
     case, starts = make_case(KvLayout(1, 1, 16, dtype="float32"), 2, [600]).with_queries([200])
     assert_close(case.decode(query_start_loc=starts, return_lse=True), attention_f64(case, query_start_loc=starts))
 
