@@ -1,4 +1,4 @@
-"""What the tests of a cluster on Ray share: the model and the warnings that are Ray's own."""
+"""Shared by the tests of a cluster on Ray: the model and the filters for Ray's own warnings."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 MODEL = Path(__file__).parents[2] / "bench" / "tiny_llama"
 
-# Of Ray and what it brings; those of pagepool stay errors.
+# Warnings of Ray and its dependencies. Warnings of pagepool stay errors.
 MARKS = [
     pytest.mark.filterwarnings("default::ResourceWarning"),
     pytest.mark.filterwarnings("default::DeprecationWarning"),

@@ -1,4 +1,4 @@
-"""The front end over workers that die, in one process: engines without a model, pages by memcpy. No Ray."""
+"""The front end with workers that die, in one process without Ray: engines without a model, pages by memcpy."""
 
 import asyncio
 import gc
@@ -34,11 +34,11 @@ def wait_until(condition):
 
 
 class Died(Exception):
-    """What the transport raises when a worker's process is gone."""
+    """The error of the transport after a worker's process has died."""
 
 
 class Side:
-    """Workers of this process. `kills` has, by name, after how many tokens of one call a worker dies."""
+    """Workers in this process. `kills` maps the name of a worker to the number of tokens in a call before it dies."""
 
     def __init__(self):
         self.workers = {}
@@ -70,7 +70,7 @@ class Side:
 
 
 class World:
-    """Workers, a front end and an event loop. `news()` carries what the workers say to the front end."""
+    """Workers, a front end and an event loop. `news()` passes the workers' messages to the front end."""
 
     def __init__(self, decode, prefill, **options):
         self.decode, self.prefill = Side(), Side()
@@ -139,7 +139,7 @@ def cluster(decode=2, prefill=0, **options):
 
 
 def alone(prompt, **options):
-    """What one engine answers."""
+    """Return the answer of a single engine."""
     with Engine(FakeRunner(num_blocks=256), Bytes()) as engine:
         found = engine.submit(prompt, SamplingParams(**options)).result(SECONDS)
         return found.token_ids, found.text, found.finish_reason
@@ -179,7 +179,7 @@ def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sa
         wanted = alone(PROMPT, max_new_tokens=20, **sampling)
         assert answer(generation) == wanted
         assert "".join(token.text for token in streamed) == wanted[1]
-        assert world.front_end.stats()["lost_workers"] == (2 if after < 20 else 1)  # then one token is left
+        assert world.front_end.stats()["lost_workers"] == (2 if after < 20 else 1)  # with after == 20 one token is left
         continued = [call.num_generated for _, call in world.decode.calls]
         assert continued == sorted(continued)
 
@@ -381,7 +381,7 @@ def test_a_worker_that_ends_without_an_end_is_lost():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
-    """Workers die and are added, callers leave, ask again and share ids, the front end is replaced."""
+    """Workers die and are added, callers disconnect, retry and share ids, the front end is replaced."""
     random = Random(seed)
     prompts = [f"beginning {number % 3} that some share, and {number}" for number in range(12)]
     options = [{"max_new_tokens": 3 + number, "temperature": 1.0, "seed": number} for number in range(12)]
@@ -472,10 +472,10 @@ def test_prompts_do_not_wait_for_prefill_workers_that_are_silent(monkeypatch):
     with cluster(1, 1) as world:
         world.front_end.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         assert [name for name, _ in world.prefill.calls] == ["prefill-0"]
-        world.prefill.dead.add("prefill-0")  # it dies while no request is on it
+        world.prefill.dead.add("prefill-0")  # it dies while idle
         later = time.monotonic() + 3600
         monkeypatch.setattr(front_end_module, "monotonic", lambda: later)
-        with world.lock:  # news of the other side alone
+        with world.lock:  # only messages of the decode side
             world.front_end.news(world.workers["decode-0"].news())
         assert not world.front_end._sides["prefill"].heard
         found = answer(world.front_end.submit(PROMPT + "?", SamplingParams(9)))

@@ -1,6 +1,6 @@
-"""A cluster on Ray Serve: two workers that decode, one that computes prompts, and a front end, all of which are killed.
+"""A cluster on Ray Serve with two decode workers, one prefill worker and a front end; the tests kill each of them.
 
-`make test-ray` makes an environment that has Ray, NIXL and torch.
+`make test-ray` creates an environment with Ray, NIXL and torch.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 from ray_cluster import MARKS, MODEL
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, by Ray
+    warnings.simplefilter("ignore", DeprecationWarning)  # pydantic's warning, caused by Ray
     for name in ("ray.serve", "nixl", "torch", "transformers", "starlette", "httpx", "openai"):
         pytest.importorskip(name, reason=f"{name} is not installed: make test-ray")
 
@@ -32,7 +32,7 @@ PORT = 8701
 URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 120
 NEW = 48
-NEAR = 1e-3  # of logits that rounding may put into either order
+NEAR = 1e-3  # logits that differ by less may swap order through rounding
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 BEGINNINGS = [SOURCE[start : start + 700] for start in (0, 2000, 4000)]
 PROMPTS = [BEGINNINGS[number % 3] + f"# {number}\n" for number in range(24)]
@@ -41,7 +41,7 @@ pytestmark = MARKS
 
 
 def answers():
-    """Whether the front end answers."""
+    """Return true if the front end answers."""
     try:
         return httpx.get(f"{URL}/health", timeout=SECONDS).status_code == 200
     except httpx.HTTPError:
@@ -54,14 +54,14 @@ def parent_of(pid):
 
 
 def proxy_of(pid):
-    """The process of Serve's proxy, which has the same parent as that of a worker."""
+    """Return the pid of Serve's proxy, a sibling of the worker's process."""
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if parent_of(place.name) == parent_of(pid) and b"ProxyActor" in (place / "cmdline").read_bytes():
                 return int(place.name)
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process ended meanwhile
             continue
-    raise AssertionError("there is no proxy")
+    raise AssertionError("no proxy process found")
 
 
 def wait_until(condition, seconds=SECONDS):
@@ -72,7 +72,7 @@ def wait_until(condition, seconds=SECONDS):
 
 
 class Served:
-    """The cluster, and what one engine answers to the same prompts."""
+    """The cluster, and a single engine's answers to the same prompts."""
 
     def __init__(self, handle):
         self.handle = handle
@@ -98,7 +98,7 @@ class Served:
         return stats["requests"] == 0 and all(worker["requests"] == 0 for worker in stats["workers"].values())
 
     def check(self, number, tokens):
-        """Whether these texts of tokens are those of one engine, up to a near tie, from which on both are right."""
+        """Check that the tokens equal the single engine's tokens. After a near tie any tokens are accepted."""
         for place, (found, wanted) in enumerate(zip(tokens, self.wanted[number], strict=True)):
             if found != self.tokenizer.decode([wanted.token_id], skip_special_tokens=True):
                 first, second = sorted(wanted.top_logprobs.values(), reverse=True)[:2]
@@ -108,7 +108,7 @@ class Served:
 
 
 def stream(number, tokens, **options):
-    """Stream the answer to a prompt; appends the texts of its tokens to `tokens` as they come, and returns the end."""
+    """Stream the answer to a prompt; append the texts of its tokens to `tokens`, and return the last line."""
     body = {"prompt": PROMPTS[number], "max_tokens": NEW, "temperature": 0, "logprobs": 0, "stream": True}
     headers = {"x-request-id": options["request_id"]} if "request_id" in options else {}
     last = ""
@@ -216,7 +216,7 @@ def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, k
     for number, tokens in enumerate(burst.tokens):
         assert len(tokens) == NEW
         served.check(number, tokens)
-    wait_until(lambda: len(served.side(kind) - {victim}) == len(before))  # Ray has started another one
+    wait_until(lambda: len(served.side(kind) - {victim}) == len(before))  # Ray has started a new one
 
 
 def test_a_request_id_is_answered_again_and_not_computed_again(served):

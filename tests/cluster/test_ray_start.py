@@ -1,4 +1,4 @@
-"""How a cluster on Ray starts, grows, and what is said when it cannot start. `make test-ray` makes an environment."""
+"""A cluster on Ray starts, grows, and reports why it cannot start. `make test-ray` creates an environment."""
 
 import random
 import threading
@@ -9,7 +9,7 @@ import pytest
 from ray_cluster import MARKS, MODEL
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of pydantic, by Ray
+    warnings.simplefilter("ignore", DeprecationWarning)  # pydantic's warning, caused by Ray
     for name in ("ray.serve", "torch", "transformers", "starlette", "httpx"):
         pytest.importorskip(name, reason=f"{name} is not installed: make test-ray")
 
