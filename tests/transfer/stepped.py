@@ -1,4 +1,4 @@
-"""A transport whose copies a test can watch half done, hold up and cut off."""
+"""A transport with copies in two steps, which a test can observe halfway, stop and abort."""
 
 from ctypes import memmove
 
@@ -9,7 +9,7 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
 
 
 class SteppedTransfer(LocalTransfer):
-    """Copies half a descriptor at each look; or nothing, like one whose peer is stopped; or its peer is gone."""
+    """Copies half a descriptor per poll. With `stopped` it copies nothing; with `gone` the connection is lost."""
 
     stopped = gone = False
 

@@ -1,7 +1,7 @@
-"""A source that reuses blocks at any moment, also between two halves of a page: no wrong page is ever accepted.
+"""A source that reuses blocks at any moment, even between two halves of a page: no wrong page is ever accepted.
 
-Contents follow from block and generation, so a page that is wrong, old or torn is seen. What the reader has given back
-and taken again holds numbers of its own, so a byte that comes too late is seen, too.
+The content of a page is a function of block and generation, so that a wrong, old or torn page is detected. The reader
+fills blocks that it has freed and allocated again with its own numbers, so that a late byte is detected.
 """
 
 import random
@@ -42,11 +42,11 @@ class TransferMachine(RuleBasedStateMachine):
         protocol.monotonic, protocol.sleep = lambda: self.now, self.wait
         self.pools = [KvCachePool.from_layout(LAYOUT, 5) for _ in range(2)]
         self.generations = BlockGenerations(self.pools[0].allocator)
-        self.held, self.half_written = [], []  # blocks of the source; of the latter only half a page is written
+        self.held, self.half_written = [], []  # blocks of the source: fully written, half written
         self.leases, self.tickets = [], []
         self.reads = {}  # number: (ticket, blocks)
         self.accepted = self.would_be_wrong = 0
-        self.mine = {}  # blocks that the reader has filled itself: what is in them
+        self.mine = {}  # contents of the blocks that the reader has filled itself
 
     def wait(self, seconds):
         self.now += 1
@@ -98,7 +98,7 @@ class TransferMachine(RuleBasedStateMachine):
             return
         self.source.poll()
         self.source_frees(n)
-        if self.pools[0].allocator.available:  # not while a lease holds it
+        if self.pools[0].allocator.available:  # false while leases hold all blocks
             self.source_takes(n)
             self.source_finishes_a_page(-1)
 
@@ -219,14 +219,14 @@ TestTransferMachine = TransferMachine.TestCase
 
 
 class Believing(SteppedTransfer):
-    """Takes every page that arrives for the right one."""
+    """Faulty reader: accepts every page that arrives."""
 
     def _good_ones(self, read):
         return super()._good_ones(read) | True
 
 
 class WordsFirst(SteppedTransfer):
-    """Looks at the generations before it reads the pages."""
+    """Faulty reader: checks the generations before it reads the pages."""
 
     def _post_read(self, read, peer):
         read.wants_words = not read.wants_words
@@ -235,7 +235,7 @@ class WordsFirst(SteppedTransfer):
 
 
 class Forgetful(SteppedTransfer):
-    """Lets go of the blocks of a read when it is reported, though bytes may come still."""
+    """Faulty reader: frees the blocks of a read when it is reported, although bytes may still arrive."""
 
     def _report(self, read, good):
         read.refs.give_back()
@@ -243,7 +243,7 @@ class Forgetful(SteppedTransfer):
 
 
 def run_at_random(machine, steps, seed=1):
-    """The same rules without hypothesis, which is slow to come to what needs many steps."""
+    """Run the same rules at random without hypothesis, which rarely reaches states that need many steps."""
     choose = random.Random(seed)
     names = [name for name in vars(TransferMachine) if name.startswith(("source_", "reader_", "time_", "connection_"))]
     names = [name for name in names if name != "reader_class"]

@@ -1,6 +1,7 @@
-"""Transports between processes: pages, races with a source that reuses blocks, peers that stop, die or are others.
+"""Transports between processes: pages, races with a source that reuses blocks, peers that stop, die or are replaced.
 
-Every test runs for a reader that serves and for one that only reads; `make test-transfer` makes an environment.
+Every test runs with a reader that also serves and with one that only reads. `make test-transfer` creates an
+environment.
 """
 
 import time
@@ -22,7 +23,7 @@ READS = 10_000
 
 @pytest.fixture(params=READERS)
 def options(request):
-    """Options of the reader."""
+    """Return the options of the reader."""
     need("nixl")
     return READERS[request.param]
 
@@ -50,14 +51,14 @@ def reader(options, pool):
 
 
 def read(reader, pool, ticket, seconds=60):
-    """One read to its end; frees the blocks and returns (loaded, failed, error)."""
+    """Do one read to its end, free the blocks and return (loaded, failed, error)."""
     blocks = pool.allocator.allocate_n(len(ticket.blocks)).tolist()
     reader.read(ticket, blocks)
     (result,) = reader.poll(seconds)
     words = words_of(pool)
     for block, pair in zip(blocks, ticket.blocks, strict=True):
         assert block in result.failed or (words[block] == content(*pair)).all()
-    pool.allocator.free(blocks[::-1])  # so that the next read has the same
+    pool.allocator.free(blocks[::-1])  # so that the next read gets the same blocks
     return result[1:]
 
 
@@ -166,7 +167,7 @@ def test_a_reader_that_is_killed_leaves_leases_that_expire_and_a_source_that_goe
 
 @pytest.fixture
 def tcp(monkeypatch):
-    """As between machines without RDMA, where the source itself must answer."""
+    """As between machines without RDMA, where the source's process must answer itself."""
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
@@ -219,7 +220,7 @@ def test_after_close_no_byte_comes_even_over_tcp(tcp, options, source, pool):
         assert read(reader, pool, ticket)[2] == "peer 'source' has not answered for 0.5 s"
     assert pool.allocator.in_use == 0
     source.go_on()
-    time.sleep(1)  # in which a byte would come; UCX may end the source meanwhile, see docs/guide/transfer.md
+    time.sleep(1)  # a late byte would arrive now; UCX may end the source meanwhile, see docs/guide/transfer.md
     assert not words_of(pool).any()
 
 

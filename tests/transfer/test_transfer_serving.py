@@ -1,4 +1,4 @@
-"""What a scheduler does with blocks that a transfer has read, and with those that failed to load: the same tokens."""
+"""A scheduler with transferred blocks generates the same tokens, also after blocks have failed to load."""
 
 import pytest
 from fake_runner import FakeRunner, random_logits
@@ -13,7 +13,7 @@ CONFIG = SchedulerConfig(max_prefill_tokens=8)
 
 
 class Worker:
-    """A pool with a prefix cache and a scheduler; the next token follows from all tokens in the pages."""
+    """A pool with a prefix cache and a scheduler. The next token is a function of all tokens in the pages."""
 
     def __init__(self, transfer, num_blocks=32):
         self.runner = FakeRunner(num_blocks=num_blocks, block_size=BLOCK_SIZE, next_token=random_logits)
@@ -24,7 +24,7 @@ class Worker:
         transfer.register(self.runner.pool)
 
     def generate(self, prompt, max_new_tokens):
-        """The tokens that follow a prompt, and how many tokens the model was fed for them."""
+        """Return the output of a prompt, and the number of tokens that the model was fed."""
         number, fed = self.scheduler.add_request(prompt, max_new_tokens=max_new_tokens), 0
         sequence = self.scheduler.get_sequence(number)
         while self.scheduler.has_work:
@@ -32,7 +32,7 @@ class Worker:
         return list(sequence.output_tokens), fed
 
     def step(self):
-        """One step; returns how many tokens the model was fed."""
+        """Run one step; return the number of tokens that the model was fed."""
         batch = self.scheduler.schedule()
         rows = iter(self.runner.run(batch))
         tokens = [int(next(rows).argmax()) if wants else None for wants in batch.wants_token]
@@ -41,7 +41,7 @@ class Worker:
         return sum(map(len, batch.tokens))
 
     def offer(self, prompt, **named):
-        """A lease of the blocks that the cache has for a prompt."""
+        """Offer the cached blocks of a prompt; return the lease."""
         found = self.cache.match_prefix(prompt)
         try:
             return self.transfer.offer(found, **named)
@@ -49,7 +49,7 @@ class Worker:
             self.allocator.free(found)
 
     def take_in(self, prompt, blocks, result):
-        """Gives the blocks before the first failed one to the cache, where the scheduler finds them."""
+        """Cache the blocks before the first failed one, so that the scheduler finds them."""
         good = blocks.index(result.failed[0]) if result.failed else len(blocks)
         self.cache.cache_blocks(prompt[: good * BLOCK_SIZE], blocks[:good])
         self.allocator.free(blocks)
@@ -72,7 +72,7 @@ def workers():
 
 @pytest.fixture(scope="module")
 def alone():
-    """The tokens of one worker without a transfer."""
+    """Return the tokens of a worker without transfers."""
     worker = Worker(LocalTransfer("alone"))
     tokens, fed = worker.generate(PROMPT, 12)
     assert fed == len(PROMPT) + 11
@@ -81,7 +81,7 @@ def alone():
 
 
 def reuse(worker, blocks):
-    """Gives blocks that only the cache has to other owners, who write their own pages."""
+    """Discard blocks that only the cache holds, and let a new owner overwrite their pages."""
     worker.cache.discard(blocks)
     assert sorted(worker.allocator.allocate_n(len(blocks)).tolist()) == sorted(blocks)
     for block in blocks:
@@ -89,7 +89,7 @@ def reuse(worker, blocks):
 
 
 def ended(transfer):
-    """The result of the only read."""
+    """Return the result of the only read."""
     for _ in range(1000):
         if results := transfer.poll():
             return results[0]
@@ -109,7 +109,7 @@ def test_tokens_are_the_same_whatever_has_failed_to_load(workers, alone, reused)
     result = ended(decode.transfer)
     assert result.failed == [blocks[place] for place in reused]
     decode.take_in(PROMPT, blocks, result)
-    found = min(reused, default=5) * BLOCK_SIZE  # the last token is always computed, and with it its block
+    found = min(reused, default=5) * BLOCK_SIZE  # the last token, and so its block, is always computed
     tokens, fed = decode.generate(PROMPT, 12)
     assert tokens == alone
     assert fed == len(PROMPT) + 11 - found, "what was loaded is not computed again"
@@ -150,7 +150,7 @@ def test_bytes_that_come_late_change_no_token_of_what_is_computed_instead(worker
     sequence = decode.scheduler.get_sequence(number)
     while decode.scheduler.has_work:
         decode.step()
-        decode.transfer.poll()  # half a page comes
+        decode.transfer.poll()  # half a page arrives
     assert list(sequence.output_tokens) == alone
     assert decode.transfer.references() == []
     assert decode.runner.pool.page(blocks[0]).any(), "the bytes have come"
@@ -168,7 +168,7 @@ def test_a_reader_that_is_full_evicts_for_what_it_reads_and_what_it_runs(workers
     blocks = decode.allocator.allocate_n(6).tolist()
     decode.transfer.read(lease.ticket, blocks)
     decode.scheduler.add_request(range(90, 118), max_new_tokens=12)
-    while decode.scheduler.has_work:  # meanwhile it runs another request, for which it evicts
+    while decode.scheduler.has_work:  # meanwhile another request runs and causes evictions
         assert decode.transfer.poll() == []
         decode.step()
     decode.take_in(PROMPT, blocks, ended(decode.transfer))

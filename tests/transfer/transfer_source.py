@@ -1,6 +1,6 @@
-"""A process with a pool that others read from, at the end of a pipe: the source of tests and of bench/transfer.py.
+"""The source process of the transfer tests and of bench/transfer.py, controlled through a pipe.
 
-It can take, free and fill blocks as fast as it can while it is read from: `reuse` says until when.
+Between `reuse(True)` and `reuse(False)` it frees, allocates and fills blocks as fast as it can while readers read.
 """
 
 import multiprocessing
@@ -21,25 +21,25 @@ from pagepool.transfer.nixl import NixlTransfer
 
 
 def need(package):
-    """Skips a test where a package cannot be imported, and says why: it is missing, or a library that it needs is."""
+    """Skip a test if a package cannot be imported, with the reason: the package or one of its libraries is missing."""
     try:
         import_module(package)
     except ImportError as error:
-        pytest.skip(f"make test-transfer has what this needs: {error}")
+        pytest.skip(f"needs the environment of make test-transfer: {error}")
 
 
 def content(block, generation):
-    """What all 8-byte words of a page are: another number for each block and generation."""
+    """Return the value of all 8-byte words of a page, unique for each block and generation."""
     return (int(block) << 32) + int(generation)
 
 
 def words_of(pool):
-    """The pages of a pool as 8-byte words (num_blocks, words of a page)."""
+    """Return the pages of a pool as 8-byte words (num_blocks, words per page)."""
     return np.frombuffer(memoryview(pool), np.uint64).reshape(pool.max_blocks, -1)
 
 
 class Source:
-    """What the process does; each public method is a request through the pipe, and what it returns the answer."""
+    """The source. Each public method is called by a request through the pipe, and its result is the answer."""
 
     def __init__(self, layout, num_blocks, name):
         self.pool = KvCachePool.from_layout(layout, num_blocks)
@@ -69,7 +69,7 @@ class Source:
         self.pool.allocator.free(blocks)
 
     def reuse(self, pipe):
-        """Frees and takes blocks until the pipe has a request; a lease only ever lasts for one ticket."""
+        """Free and allocate blocks until the pipe has a request; return the number of reused blocks."""
         times = 0
         while not pipe.poll():
             at = self.choose.randrange(len(self.held))
@@ -80,11 +80,11 @@ class Source:
         return times
 
     def later(self, seconds):
-        """Sets the clock of this process's transfer forward."""
+        """Advance the clock of this process's transfer."""
         protocol.monotonic = lambda: time.monotonic() + seconds
 
     def begin_to_read(self, peer, ticket):
-        """Is a reader itself, once to the end and once more without waiting; returns the first error."""
+        """Read from another source, once to the end and once without waiting; return the first read's error."""
         self.transfer.meet(peer)
         self.transfer.read(ticket, self.held[: len(ticket.blocks)])
         (result,) = self.transfer.poll(60)
@@ -118,7 +118,7 @@ def serve(pipe, *arguments):
 
 
 class SourceProcess:
-    """Starts the process; `source.offer(...)` and so on wait for its answer."""
+    """Starts the process. Each method of `Source` sends a request and waits for the answer."""
 
     def __init__(self, layout, num_blocks, name="source"):
         context = multiprocessing.get_context("spawn")
@@ -131,36 +131,36 @@ class SourceProcess:
         def ask(*arguments):
             self.pipe.send((request, *arguments))
             if not self.pipe.poll(60):
-                raise TimeoutError(f"the source has not answered {request} for 60 s")
+                raise TimeoutError(f"the source did not answer {request} within 60 s")
             return self.pipe.recv()
 
         return ask
 
     def stop(self):
-        """Stops the process; returns when none of its threads runs any more, which may be after a while."""
+        """Send SIGSTOP to the process and wait until all of its threads are stopped."""
         os.kill(self.process.pid, signal.SIGSTOP)
         tasks = Path(f"/proc/{self.process.pid}/task")
         while any((task / "stat").read_text().rpartition(") ")[2][0] != "T" for task in tasks.iterdir()):
             time.sleep(0.001)
 
     def go_on(self):
-        """Lets a process that is stopped go on."""
+        """Continue a stopped process."""
         os.kill(self.process.pid, signal.SIGCONT)
 
     def end(self):
-        """Ends the process, which may be stopped or gone."""
+        """Kill the process, which may be stopped or dead already."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
 def race(source, reader, pool, reads, pages_per_read, seed=2):
-    """Reads while the source reuses its blocks as fast as it can; returns counts of pages, and how often it reused.
+    """Read while the source reuses its blocks as fast as it can; return counts of pages, and of reused blocks.
 
-    accepted        pages that the reader was told are loaded
-    wrong           those of them that are not what their ticket says: must be 0
-    refused         pages that the reader was told have failed
-    would_be_wrong  pages that arrived and are not what their ticket says: what a reader without the check would use
+    accepted        pages reported as loaded
+    wrong           accepted pages with other contents than on the ticket: must be 0
+    refused         pages reported as failed
+    would_be_wrong  arrived pages with other contents than on the ticket, which a reader without the check would use
     """
     choose = random.Random(seed)
     words = words_of(pool)
