@@ -1,4 +1,4 @@
-"""Whole calls at random: any layout, lengths, query tokens, masks, variants and special values, all at once."""
+"""Random calls of decode and prefill: layouts, lengths, query tokens, masks, variants and special values combined."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ SPECIAL = np.array([np.nan, np.inf, -np.inf, -np.inf, -0.0, 3e38, -3e38, 1e-40],
 
 @dataclass
 class Call:
-    """A case, its K and V, so many query tokens for each sequence and the options that go with them."""
+    """A case, its K and V, the number of query tokens of each sequence, and the options of the call."""
 
     case: Case
     kv: list
@@ -29,7 +29,7 @@ class Call:
     options: dict
 
     def decode(self, case=None, chosen=None, heads=slice(None), **others):
-        """out, lse and scores; of the `chosen` sequences and `heads` alone."""
+        """Return out, lse and block scores, for the `chosen` sequences and `heads` only."""
         case = self.case if case is None else case
         chosen = range(len(self.counts)) if chosen is None else chosen
         rows = np.array([row for seq in chosen for row in range(*np.cumsum([0, *self.counts])[seq : seq + 2])], int)
@@ -42,7 +42,7 @@ class Call:
         return part.decode(return_lse=True, return_block_scores=True, **options, **others), rows
 
     def prefill(self, **others):
-        """out and lse of all sequences, without the records that scores of blocks are made of."""
+        """Return out and lse of all sequences, computed without block scores."""
         starts = np.cumsum([0, *self.counts]).astype(np.int32)
         return prefill(*self.case.args, starts, custom_mask=self.masks, return_lse=True, **self.options, **others)
 
@@ -52,7 +52,7 @@ def one_of(draw, *choices):
 
 
 def sprinkle(draw, rng, array):
-    """Puts special values at some places."""
+    """Put special values at some random places."""
     if array.size and draw(st.booleans()):
         places = rng.integers(array.size, size=draw(st.integers(0, 3)))
         array.reshape(-1)[places] = rng.choice(SPECIAL, len(places))
@@ -117,7 +117,7 @@ def assert_canonical(call, got, row, head):
         **options,
     )
     scores += [0.0] * (got[2].shape[2] - len(scores))
-    out = out or [0.0] * layout.v_head_dim  # without a token there are no dims to tell
+    out = out or [0.0] * layout.v_head_dim  # without tokens the result has no dims
     assert_same([got[0][row, head], got[2][row, head]], [np.array(x, np.float32) for x in (out, scores)])
     np.testing.assert_allclose(got[1][row, head], lse, rtol=3e-7, atol=1e-7)
 

@@ -1,4 +1,4 @@
-"""Chunks that sequences begin with in common are read once for all of them, with the bits of each on its own."""
+"""Cascade: the common first chunks of sequences are read once, with the same bits as each sequence alone."""
 
 from itertools import accumulate, pairwise
 
@@ -14,7 +14,7 @@ HEADS = 8
 
 
 class Tree:
-    """Sequences in one pool: `paths` names, for each, the pieces of so many tokens that it begins with."""
+    """Sequences in one pool. `paths` names the shared pieces at the start of each, `pieces` their numbers of tokens."""
 
     def __init__(self, layout, paths, own, pieces, seed=0):
         rng = np.random.default_rng(seed)
@@ -41,7 +41,7 @@ class Tree:
         self.rng = rng
 
     def attend(self, counts=None, order=None, **options):
-        """Output and lse with `counts` query tokens for each sequence, by default one."""
+        """Return out and lse with `counts` query tokens for each sequence, by default one."""
         order = list(range(len(self.seq_lens))) if order is None else order
         counts = [1] * len(self.seq_lens) if counts is None else counts
         starts = np.array([0, *accumulate(counts)], np.int32)
@@ -86,7 +86,7 @@ def test_a_tree_of_prefixes_has_the_bits_of_lone_sequences(dtype, arithmetic, bl
 @pytest.mark.parametrize("window_left", [511, 512, 700, 1500, 1535, 2047])
 @pytest.mark.parametrize("block_size", [16, 48, 15])
 def test_windows_that_begin_in_one_block_share_what_follows(block_size, window_left):
-    """Nine of the sequences are about as long as each other, the others are not."""
+    """Nine of the sequences have similar lengths, the others have not."""
     own = [40, 40, 45, 35, 40, 33, 47, 40, 500, 8]
     paths = [("system", "few shots")] * 9 + [("system",)]
     tree = Tree(KvLayout(1, 2, 64, block_size, "float32"), paths, own, PIECES)

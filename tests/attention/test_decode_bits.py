@@ -1,6 +1,6 @@
-"""The same bits, always: whatever the threads, the batch, its order, the block size and what lies beside the tokens.
+"""decode gives the same bits for any threads, batch, order, block size and contents of unused slots.
 
-And those that `pagepool.reference.canonical` spells out, with every variant.
+The bits are those of `pagepool.reference.canonical`, with every variant.
 """
 
 import canonical_answers as canonical
@@ -68,7 +68,7 @@ def test_the_block_size_does_not_change_the_bits(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [16, 7])
 def test_other_heads_do_not_change_the_bits(dtype, block_size):
-    """A head's bits follow from its own q, K and V, not from how many heads share a K/V head."""
+    """A head's bits depend on its own q, K and V, not on the number of query heads per KV head."""
     case = make_case(KvLayout(1, 2, 64, block_size=block_size, dtype=dtype), 9, [700, 45])
     out, lse = case.decode(return_lse=True)
     for count in range(1, 9):
@@ -103,7 +103,7 @@ def test_a_second_run_gives_the_same_bits():
 
 
 def per_head(options, heads):
-    """The options with a number per head where they say True: slopes of both signs, sinks from -inf to above all."""
+    """Replace True by a number per head: slopes of both signs, sinks from -inf to above all scores."""
     slopes = np.array([0.5, -0.031, 0.004, 0.0, -1.3], np.float32)
     sinks = np.array([1.7, 60.0, -np.inf, -3.0], np.float32)
     numbers = {"alibi_slopes": np.resize(slopes, heads), "sinks": np.resize(sinks, heads)}
@@ -111,7 +111,7 @@ def per_head(options, heads):
 
 
 def canonical_head(case, row, head, options):
-    """Output and lse of one query head of a sequence, by the canonical order."""
+    """Return out and lse of one query head of a sequence, computed in the canonical order."""
     _, heads, dim = case.q.shape
     kv_heads = case.pool.layout.num_kv_heads
     kv = case.pool.gather(0, case.block_tables[row], int(case.seq_lens[row]))
@@ -146,8 +146,10 @@ def test_variants_follow_the_canonical_order(dtype, block_size, kv_heads, group,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shifts_are_raised_by_rises_beyond_the_slack_alone(dtype):
-    """Scores climb from tile to tile, by less than the slack (8 ln 2 = 5.545), by more, in sum by more, and fall; each
-    head of the group has its share of the climb. A chunk begins anew at token 512."""
+    """Scores rise from tile to tile by less than the slack (8 ln 2 = 5.545), by more, by more in total, and fall.
+
+    Each head of the group scales the rises differently. At token 512 a new chunk begins.
+    """
     heights = [0, 5, 5.4, 11, 4, 11.2, 40, 45, 46, -30, 90, 90, 95.4, 95.6, 200, 0, 7, 1, 12.6, 12.6, 18]
     tokens = 32 * len(heights) - 9
     (k, v), *_ = random_kv(KvLayout(1, 1, 64), [tokens])
@@ -160,7 +162,7 @@ def test_shifts_are_raised_by_rises_beyond_the_slack_alone(dtype):
 
 @pytest.mark.parametrize("cap", [0.01, 0.625, 1.0, 9.0])
 def test_capped_scores_on_both_sides_of_the_border_of_tanh(cap):
-    """The lse of a lone token is its score, in base 2 till then: log(1) is 0."""
+    """The lse of a sequence with one token is its score, converted from base 2, because log(1) is 0."""
     border = cap * TANH_BORDER
     scores = np.array([0.0, 1e-6 * cap, *border * np.linspace(0.9999999, 1.0000001, 9), 2 * cap, 9 * cap, 1e4])
     scores = np.concatenate([scores, -scores]).astype(np.float32)
@@ -179,7 +181,7 @@ def test_capped_scores_on_both_sides_of_the_border_of_tanh(cap):
 
 
 def test_positions_that_float32_cannot_hold_are_rounded_one_by_one():
-    """Far more tokens than pages: all table entries name the same few. The slope leaves weight to the first tokens."""
+    """Far more tokens than pages: all table entries are the same block. The slope gives weight to the first tokens."""
     seq_len, size = 2**24 + 6, 1024
     case = make_case(KvLayout(1, 1, 8, size, "float32"), 1, [size])
     case.q[:] = 0.0

@@ -1,4 +1,4 @@
-"""prefill: each row has the bits that decode gives a lone query token, whatever the way in which rows are computed."""
+"""prefill: each row has the bits that decode gives a single query token, for every method of computing rows."""
 
 from dataclasses import replace
 
@@ -22,8 +22,8 @@ from test_several_queries import OPTIONS, options_of, random_masks, trees
 from pagepool import KvLayout, decode, prefill
 from pagepool.reference.views import views
 
-# A sequence takes the way of prefill with 24 rows of a KV head, of which a unit has at most 240: with a group of 3 that
-# is 8 and 80 query tokens. Decodes, empty sequences and prompts on both sides of these are in one batch.
+# A sequence with at least 24 rows per KV head uses the prefill kernel, with at most 240 rows per unit. With a group of
+# 3 that is 8 and 80 query tokens. The batch has prompts below and above these, decodes and empty sequences.
 LENGTHS = [0, 1, 40, 130, 600, 530, 20, 77, 0, 33]
 COUNTS = [30, 1, 40, 130, 100, 1, 45, 7, 0, 8]
 WAYS = [*((dtype, "exact") for dtype in DTYPES), ("bfloat16", "bf16")]
@@ -40,7 +40,7 @@ def by_prefill(case, starts, **options):
 
 
 def by_lone_decodes(case, starts, **options):
-    """The same of sequences that end with each query token in turn."""
+    """Decode each query token alone, in a sequence that ends with it."""
     seen = list(views(starts, case.seq_lens.tolist(), -1, None))
     lens = np.array([max(0, view.position + 1) for view in seen], np.int32)
     tables = case.block_tables[[view.sequence for view in seen]]
@@ -48,7 +48,7 @@ def by_lone_decodes(case, starts, **options):
 
 
 def by_records(case, starts, **options):
-    """The same by decode, which leaves a record per row and chunk when weights of blocks are asked for."""
+    """Return out and lse of decode with block scores, which stores partial results per row and chunk."""
     return case.decode(query_start_loc=starts, return_lse=True, return_block_scores=True, **options)[:2]
 
 
@@ -106,7 +106,7 @@ def test_windows_of_every_size(dtype, window_left):
 
 @every_way
 def test_a_prompt_in_chunks_of_any_size(dtype, arithmetic):
-    """Tokens are appended chunk by chunk: behind them are NaN and infinities."""
+    """Tokens are appended chunk by chunk. Slots after them contain NaN and infinities."""
     length = 1100 if arithmetic == "exact" else 600
     layout = KvLayout(1, 1, 24, dtype=dtype)
     case, starts = batch(layout, 3, [length], [length])
@@ -173,7 +173,7 @@ def test_a_mask_that_says_causal(dtype, arithmetic):
 @every_way
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_special_values_reach_the_rows_that_see_them_alone(value, dtype, arithmetic):
-    """Of one token after another K, V or both are poisoned."""
+    """K, V or both of one token at a time get special values."""
     length, count = 540, 60
     case, starts = batch(KvLayout(1, 1, 24, dtype=dtype), 1, [length], [count])
     masks = random_masks([count], [length], share=0.5)
@@ -203,7 +203,7 @@ def test_special_values_reach_the_rows_that_see_them_alone(value, dtype, arithme
 @pytest.mark.parametrize("first", [1, 32, 40, 512, 513])
 @pytest.mark.parametrize("sinks", [None, np.array([1.5, -np.inf, np.inf], np.float32)], ids=["no sinks", "sinks"])
 def test_rows_whose_scores_are_all_minus_infinity(sinks, first, dtype, arithmetic):
-    """Up to token `first`; the rows behind it give these tokens no weight."""
+    """All scores up to token `first` are -inf. Later rows give these tokens no weight."""
     length = 600
     layout = KvLayout(1, 1, 8, dtype=dtype)
     [(k, v)] = random_kv(layout, [length])
@@ -235,7 +235,7 @@ def test_special_queries_poison_their_own_rows_alone():
 
 @every_way
 def test_every_form_of_q(dtype, arithmetic):
-    """Queries of 16 bit are widened exactly; heads and tokens may lie apart, in any direction, at odd addresses."""
+    """16-bit queries are widened exactly. Heads and tokens may have any strides and odd addresses."""
     case, starts = batch(KvLayout(1, 2, 24, dtype=dtype), 3, [1, 40, 130, 20], [1, 40, 50, 7])
     for narrow in (np.float16, ml_dtypes.bfloat16):
         q = case.q.astype(narrow)
@@ -256,7 +256,7 @@ def test_every_form_of_q(dtype, arithmetic):
 
 
 def test_one_query_token_for_all_rows():
-    """An axis that does not step."""
+    """An axis with stride 0."""
     case, starts = batch(KvLayout(1, 1, 24), 3, [70], [70])
     case.q[:] = case.q[5]
     expected = by_lone_decodes(case, starts)
@@ -264,8 +264,11 @@ def test_one_query_token_for_all_rows():
 
 
 def results_of_any_size(head_dim):
-    """A batch whose results are zeros, subnormals, middling, beyond float16, beyond bfloat16, infinite and NaN, of both
-    signs, many of them half-way between two numbers of 16 bit."""
+    """Return a batch with results of every size and both signs.
+
+    Zeros, subnormals, ordinary numbers, overflows of float16 and of bfloat16, infinities and NaN; many are midpoints
+    of two 16-bit numbers.
+    """
     layout = KvLayout(1, 1, head_dim, dtype="float32")
     rng = np.random.default_rng(3)
     k, v = np.zeros((300, 1, head_dim), np.float32), np.empty((300, 1, head_dim), np.float32)
@@ -273,7 +276,7 @@ def results_of_any_size(head_dim):
     exponents[:150] = rng.integers(-26, 17, v[:150].shape)
     v[:] = np.ldexp(rng.choice([-1, 1], v.shape) * (1 + rng.integers(0, 1 << 12, v.shape) / (1 << 12)), exponents)
     v[280:, 0, 5] = np.resize(np.array([np.inf, -np.inf, np.nan], np.float32), 20)
-    # A score of -3000 away from a query token's own leaves it all of the weight.
+    # The scores of all other tokens are at least 3000 lower, so the query token's own gets all of the weight.
     case, starts = batch(layout, 3, [300], [300], kv=[(k, v)])
     return case, starts, {"alibi_slopes": np.array([3000.0, 3000.0, 0.0], np.float32)}
 
@@ -333,7 +336,7 @@ def test_the_error_of_arithmetic_bf16_is_within_its_bound():
 
 
 def test_shifts_are_raised_by_rises_beyond_the_slack_alone():
-    """Scores climb from tile to tile, by less than the slack, by more, and fall, differently for each head."""
+    """Scores rise from tile to tile by less than the slack, by more, and fall, differently for each head."""
     heights = [0, 5, 5.4, 11, 4, 11.2, 40, 45, 46, -30, 90, 90, 95.4, 95.6, 200, 0, 7, 1, 12.6, 12.6, 18]
     tokens = 32 * len(heights) - 9
     for dtype, arithmetic in WAYS:

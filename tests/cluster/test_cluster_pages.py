@@ -1,4 +1,4 @@
-"""PageMover: pages of prompts between two prefix caches, when all goes well and when it does not."""
+"""PageMover: pages of prompts between two prefix caches, with and without failures."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ TOKENS = list(range(1, 18))  # 4 full blocks and the last token
 
 
 class Place:
-    """A pool, its cache and its mover."""
+    """A pool with its cache and its mover."""
 
     def __init__(self, name, num_blocks=16, seconds=30.0):
         self.pool = KvCachePool.from_layout(LAYOUT, num_blocks)
@@ -30,7 +30,7 @@ class Place:
         self.mover = PageMover(LocalTransfer(name), self.pool, self.cache, seconds=seconds)
 
     def compute(self, tokens):
-        """Caches the pages of a prompt: each has the number of its first token."""
+        """Cache the pages of a prompt, each filled with its first token."""
         self.cache.touch(tokens)
         for index, block in enumerate(self.match(tokens)):
             self.pool.page(block)[:] = tokens[4 * index]

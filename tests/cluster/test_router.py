@@ -1,4 +1,4 @@
-"""The router knows what the caches hold, whatever happens to messages and workers, and chooses by it."""
+"""The router knows the contents of the caches, despite lost messages and failed workers, and chooses by them."""
 
 import threading
 
@@ -24,7 +24,7 @@ class Clock:
 
 
 class Worker:
-    """A worker with a small cache that takes prompts in, and sends what has changed."""
+    """A worker with a small cache of prompts, which sends its changes."""
 
     def __init__(self, name, max_events=64):
         self.name, self.max_events, self.epoch = name, max_events, 0
@@ -39,7 +39,7 @@ class Worker:
 
 
 def router_of(**names):
-    """A router of blocks of 2, and workers "a", "b", ... that have cached nothing."""
+    """Return a router with blocks of 2 tokens, workers "a", "b", "c" with empty caches, and the clock."""
     clock = Clock()
     router = Router(2, 4, clock=clock, **names)
     workers = {name: Worker(name) for name in "abc"}
@@ -57,7 +57,7 @@ def forecasts(router, worker, prompts):
 
 
 def truth(cache, prompts):
-    """What a worker finds: full blocks, and never the last token."""
+    """Return the tokens of each prompt that a worker finds: full blocks, without the last token."""
     found = [cache.cached_tokens(prompt[:-1], cache_salt=salt) for prompt in prompts for salt in SALTS]
     return [tokens - tokens % 2 for tokens in found]
 
@@ -75,7 +75,7 @@ STEP = st.one_of(
 @given(st.lists(STEP, max_size=60), st.lists(PROMPT, min_size=1, max_size=4), st.integers(2, 64))
 def test_after_lost_repeated_and_late_messages_the_index_is_what_the_caches_hold(steps, prompts, max_events):
     router, workers = Router(2, 3, clock=Clock()), [Worker(name, max_events) for name in range(3)]
-    flight = []  # messages on their way
+    flight = []  # messages in transit
 
     def deliver(message):
         try:
@@ -99,18 +99,18 @@ def test_after_lost_repeated_and_late_messages_the_index_is_what_the_caches_hold
             worker.message()
         elif kind == "resync":
             router.restore(worker.name, worker.epoch, worker.cache.snapshot(), load=0, room=0)
-        elif flight:  # any of them, so that later ones overtake
+        elif flight:  # any message in transit, so that messages overtake each other
             message = flight[which % len(flight)]
             deliver(message)
             if kind == "deliver":
                 flight.remove(message)
     for worker in workers:
-        worker.cache.touch([7, 8])  # with an event behind it a gap shows
+        worker.cache.touch([7, 8])  # a later event reveals a gap
         try:
             router.update(*worker.message(), load=0, room=0)
         except PoolError:
             router.restore(worker.name, worker.epoch, worker.cache.snapshot(), load=0, room=0)
-        for message in [None, *flight]:  # whatever comes late now changes nothing
+        for message in [None, *flight]:  # late messages change nothing
             if message:
                 deliver(message)
             assert forecasts(router, worker.name, prompts) == truth(worker.cache, prompts)
@@ -139,7 +139,7 @@ def test_with_the_rule_prefix_the_longest_prefix_comes_first_then_load_then_room
     tell(router, workers["b"], load=50, room=0)
     tell(router, workers["c"], load=0, room=9)
     assert router.choose([1, 2, 3, 4, 5, 6, 7]) == Same("b", 6)
-    assert router.choose([1, 2, 3, 4, 9]) == Same("a", 4)  # b has as much and more load
+    assert router.choose([1, 2, 3, 4, 9]) == Same("a", 4)  # b has as many tokens but more load
     tell(router, workers["a"], load=7, room=9)
     tell(router, workers["c"], load=7, room=8)
     assert router.choose([8]) == Same("a", 0)  # more room
@@ -150,7 +150,7 @@ def test_with_the_rule_prefix_the_longest_prefix_comes_first_then_load_then_room
 
 
 class Same:
-    """Equal to a choice of this worker with this forecast."""
+    """Compares equal to a choice of this worker with this forecast."""
 
     def __init__(self, worker, tokens):
         self.wanted = worker, tokens
@@ -241,15 +241,15 @@ def test_a_load_counts_what_is_on_its_way_to_the_worker():
     tell(router, workers["b"], load=1000)
     tell(router, workers["c"], load=1000)
     assert [router.choose([number] * 100).worker for number in range(3)] == ["a"] * 3
-    router.update(*workers["a"].message(), load=800, room=0, received=0)  # 300 tokens are on their way: 1,100
+    router.update(*workers["a"].message(), load=800, room=0, received=0)  # plus 300 tokens in transit: 1,100
     assert router.choose([9] * 10).worker == "b"
     router.update(*workers["a"].message(), load=790, room=0, received=1)
-    assert router.choose([10] * 60).worker == "a"  # 990, and now 1,050
+    assert router.choose([10] * 60).worker == "a"  # before 990, now 1,050
     assert router.choose([11] * 10).worker == "c"
-    router.update(*workers["a"].message(), load=999, room=0)  # all that were sent
+    router.update(*workers["a"].message(), load=999, room=0)  # includes all sent requests
     assert router.choose([12] * 500).worker == "a"
     workers["a"].restart()
-    router.update(*workers["a"].message(), load=900, room=0, received=0)  # what was on its way is lost
+    router.update(*workers["a"].message(), load=900, room=0, received=0)  # requests in transit are lost
     assert router.choose([13]).worker == "a"
 
 
@@ -257,12 +257,12 @@ def test_a_worker_far_ahead_of_the_others_is_passed_over():
     router, workers, _ = router_of(rule="prefix", max_imbalance=100)
     workers["a"].cache.touch([1, 2])
     tell(router, workers["a"], load=102)
-    assert router.choose([1, 2, 3]) == Same("a", 2)  # 100, and 2 that another one had to compute
+    assert router.choose([1, 2, 3]) == Same("a", 2)  # limit: 100, plus 2 tokens that another worker had to compute
     tell(router, workers["a"], load=103)
     assert router.choose([1, 2, 3]) == Same("b", 0)
     tell(router, workers["b"], load=1)
     tell(router, workers["c"], load=1)
-    assert router.choose([1, 2, 4]) == Same("b", 2)  # which was chosen for it, too, and has less load
+    assert router.choose([1, 2, 4]) == Same("b", 2)  # b was chosen for this prefix as well, and has less load
 
 
 def test_prompts_that_begin_alike_stay_together_before_any_event():
@@ -272,7 +272,7 @@ def test_prompts_that_begin_alike_stay_together_before_any_event():
     assert router.choose([1, 2, 3, 4, 6]) == Same(first.worker, 4)
     clock.now = 9
     assert router.choose([1, 2, 3, 4, 6]) == Same(first.worker, 4)
-    for clock.now in (15, 24, 33, 42):  # nothing came of it
+    for clock.now in (15, 24, 33, 42):  # the forecast does not come true
         for worker in workers.values():
             tell(router, worker)
         router.choose([7])
@@ -281,7 +281,7 @@ def test_prompts_that_begin_alike_stay_together_before_any_event():
     worker.cache.touch([1, 2, 3, 4])
     worker.cache.evict(2)
     tell(router, worker)
-    assert router.choose([1, 2, 3, 4, 6]).forecast_tokens == 0  # an eviction ends it at once
+    assert router.choose([1, 2, 3, 4, 6]).forecast_tokens == 0  # an eviction ends the forecast at once
 
 
 def test_salts_and_keys_stay_apart():
@@ -295,7 +295,7 @@ def test_salts_and_keys_stay_apart():
     assert router.forecast(prompt, cache_salt="tenant") == {"a": 4}
     assert router.forecast(prompt, cache_salt=b"tenant") == router.forecast(prompt, cache_salt="other") == {}
     assert router.choose(prompt, extra_keys=(b"image",)) == Same("b", 4)
-    chosen = router.choose(prompt, cache_salt="other")  # nor does what will be cached count for others
+    chosen = router.choose(prompt, cache_salt="other")  # expected blocks do not count for other salts
     assert router.choose(prompt, cache_salt="third").forecast_tokens == 0 and chosen.forecast_tokens == 0
 
 
@@ -311,7 +311,7 @@ def test_a_worker_that_was_not_heard_of_comes_last_and_its_cache_counts_for_noth
     clock.now = 20.0
     assert router.choose([1, 2, 3, 4, 5]).forecast_tokens == 0 and router.stats()["stale"] == 3
     tell(router, workers["a"], load=10**6)
-    assert router.choose([1, 2, 3, 4, 5]) == Same("a", 4)  # a sign of life, and nothing had changed
+    assert router.choose([1, 2, 3, 4, 5]) == Same("a", 4)  # a heartbeat without changes
 
 
 def test_a_restart_empties_the_worker_and_what_comes_late_from_before_is_ignored():
@@ -326,7 +326,7 @@ def test_a_restart_empties_the_worker_and_what_comes_late_from_before_is_ignored
     router.update(*late, load=10**9, room=0)
     assert router.forecast([1, 2, 3, 4, 5]) == {} and router.choose([1, 2, 3, 4, 5]) == Same("a", 0)
     worker.cache.touch([1, 2])
-    tell(router, worker)  # numbered from 1 again: no snapshot is needed
+    tell(router, worker)  # events are numbered from 1 again: no snapshot is needed
     assert router.forecast([1, 2, 3]) == {"a": 2} and router.stats()["snapshots"] == 0
 
 
@@ -366,7 +366,7 @@ def test_a_lost_event_changes_nothing_and_a_snapshot_helps():
         router.update(*message, load=5, room=5)
     assert router.stats() == {**before, "gaps": 1} and router.forecast([5, 6, 7]) == {}
     router.restore("a", 1, worker.cache.snapshot(), load=0, room=0)
-    router.update(*message, load=0, room=0)  # now it comes twice
+    router.update(*message, load=0, room=0)  # the message arrives a second time
     assert [router.forecast([start, start + 1, 0]) for start in (1, 3, 5)] == [{"a": 2}] * 3
     assert router.stats()["snapshots"] == 1
 

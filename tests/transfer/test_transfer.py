@@ -1,4 +1,4 @@
-"""What every transport shares, with one that copies within this process: tickets, leases, generations, failures."""
+"""Common behaviour of all transports, with one that copies in this process: tickets, leases, generations, failures."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ from pagepool.transfer import LocalTransfer, PeerDescription, Ticket, Transfer, 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A list with the time of all transfers, which stands still until a test sets it or a call waits."""
+    """Return a list with the time of all transfers. It changes only if a test sets it or a call waits."""
     now = [1000.0]
 
     def wait(seconds):
@@ -33,7 +33,7 @@ def stamp(pool, block, number):
 
 @pytest.fixture
 def pair():
-    """A source of 8 blocks, of which 6 are in use and stamped 100 and up, and a reader of 8."""
+    """Yield a source with 8 blocks, 6 of them in use and stamped 100 to 105, and a reader with 8 blocks."""
     pools = [KvCachePool.from_layout(LAYOUT, 8) for _ in range(2)]
     source, reader = SteppedTransfer("source", timeout=10), SteppedTransfer("reader", timeout=10)
     for transfer, pool in zip((source, reader), pools, strict=True):
@@ -50,7 +50,7 @@ def pair():
 
 
 def ended(reader):
-    """Polls until all reads have ended; returns their results."""
+    """Poll until all reads have ended; return their results."""
     results = []
     for _ in range(1000):
         results += reader.poll()
@@ -108,7 +108,7 @@ def test_a_block_that_is_free_has_failed_though_its_generation_is_the_same(pair)
     source, reader = pair
     ticket = source.offer([3], seconds=0).ticket
     source.poll()
-    source.pool.allocator.free([3])  # its memory may have been given back to the system, and be zero
+    source.pool.allocator.free([3])  # its memory may be returned to the system and read as zeros
     number = reader.read(ticket, reader.pool.allocator.allocate_n(1))
     assert ended(reader) == [(number, [], [0], "1 of 1 pages are not those of the ticket: block 3 is free")]
 
@@ -253,7 +253,7 @@ def test_a_source_that_begins_anew_is_in_another_epoch(pair):
 def test_the_epoch_is_read_with_the_words(pair):
     source, reader = pair
     ticket = source.offer([0, 1]).ticket
-    source._registered.memory.epoch_word[0] = 5  # another process came to this address
+    source._registered.memory.epoch_word[0] = 5  # another process now uses this address
     error = f"peer 'source' is in epoch 5, the ticket of {ticket.epoch}"
     assert ended_after(reader, ticket) == ([], [0, 1], error)
 
