@@ -22,7 +22,6 @@ TARGET = 2.0  # phrases per 1,000 words
 LIMITS = {
     ".": 7.0,
     ".ci": 7.0,
-    "include/pagepool": 13.0,
     "pagepool": 5.0,
     "pagepool/attention": 4.0,
     "pagepool/cli": 9.0,
@@ -35,20 +34,6 @@ LIMITS = {
     "pagepool/scheduling": 4.0,
     "pagepool/serve": 12.0,
     "pagepool/transfer": 22.0,
-    "tests": 12.0,
-    "tests/attention": 22.0,
-    "tests/capi": 19.0,
-    "tests/clients": 11.0,
-    "tests/cluster": 27.0,
-    "tests/engine": 13.0,
-    "tests/foreign": 7.0,
-    "tests/memory": 22.0,
-    "tests/models": 23.0,
-    "tests/packaging": 28.0,
-    "tests/prefix": 19.0,
-    "tests/replay": 20.0,
-    "tests/scheduling": 25.0,
-    "tests/transfer": 24.0,
 }
 FEWEST_WORDS = 200  # a folder with fewer words is counted with the folder above it
 

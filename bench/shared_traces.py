@@ -1,4 +1,4 @@
-"""Writes two synthetic traces for `pagepool replay --workers`, in which all prompts begin with the same block.
+"""Write two synthetic traces for `pagepool replay --workers`, in which all prompts begin with the same block.
 
     python bench/shared_traces.py FOLDER
 
@@ -49,7 +49,7 @@ def conversations(num_requests: int = 6_000, per_second: float = 3.4, turns: int
         if length > MOST:
             continue
         rows.append([int(time * SECOND), length, random.randint(20, 600), [*runs, following, blocks]])
-        if left:  # the last block is full only with the next turn: it gets another id there
+        if left:  # the next turn fills the last block, which gets a new id
             kept = [*runs, following, blocks - 1] if blocks > 1 else runs
             heapq.heappush(waiting, (time + 5 + random.expovariate(1 / 60), next(order), length, kept, left - 1))
         following += blocks

@@ -1,6 +1,6 @@
 """decode gives the same bits for any threads, batch, order, block size and contents of unused slots.
 
-The bits are those of `pagepool.reference.canonical`, with every variant.
+The bits equal the results of `pagepool.reference.canonical`, with every variant.
 """
 
 import canonical_answers as canonical

@@ -173,7 +173,7 @@ def test_a_mask_that_says_causal(dtype, arithmetic):
 @every_way
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_special_values_reach_the_rows_that_see_them_alone(value, dtype, arithmetic):
-    """K, V or both of one token at a time get special values."""
+    """K, V or both of a single token get special values."""
     length, count = 540, 60
     case, starts = batch(KvLayout(1, 1, 24, dtype=dtype), 1, [length], [count])
     masks = random_masks([count], [length], share=0.5)

@@ -120,7 +120,7 @@ def test_pages_that_were_taken_anew_do_not_end_other_reads_from_the_same_worker(
 
 
 def test_pages_of_another_prompt_are_refused(source, reader):
-    """Whatever pairs offers and prompts wrongly: keys of other tokens are never cached under these."""
+    """If an offer is paired with a wrong prompt, its pages are never cached for that prompt."""
     source.compute(TOKENS)
     offer = source.mover.offer("source", TOKENS)
     for tokens, salt in ([[*TOKENS[:4], *range(50, 63)], None], [TOKENS, "salt"]):

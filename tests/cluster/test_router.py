@@ -163,7 +163,7 @@ class Same:
 
 
 def test_a_prompt_goes_where_load_and_computed_tokens_cost_least():
-    """Room for everything, so that nothing is evicted. An idle worker exists, so that the weight is 2."""
+    """Caches are large enough to avoid evictions. There is an idle worker, so the weight is 2."""
     router, workers, _ = router_of()
     workers["a"].cache.touch([1, 2, 3, 4, 5, 6])
     tell(router, workers["a"], load=11, room=1_000)
@@ -219,7 +219,7 @@ def test_tokens_that_can_be_moved_cost_less_than_computed_ones(move_cost, choice
 
 @pytest.mark.parametrize(("rule", "used"), [("cost", 64), ("prefix", 1)])
 def test_prompts_that_share_one_block_use_all_workers(rule, used):
-    """One block of 512 tokens is little beside a queue: each prompt has 4,096 tokens, and they come at once."""
+    """A shared block of 512 tokens costs less than a queue: each prompt has 4,096 tokens, and all arrive at once."""
     router = Router(512, 64, rule=rule, max_imbalance=1 << 20, clock=Clock())
     for worker in range(64):
         router.update(worker, 1, [], load=0, room=1_024)

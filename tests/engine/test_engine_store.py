@@ -1,4 +1,4 @@
-"""An engine with a store finds the prompts of engines before it."""
+"""An engine with a store finds the prompts of earlier engines."""
 
 import re
 
@@ -31,7 +31,7 @@ def test_an_engine_finds_the_prompts_of_the_engine_before_it(tmp_path):
 
 
 def test_a_pool_that_is_too_small_for_all_prompts_finds_them_in_the_store(tmp_path):
-    """More cache than memory: 60 prompts of 10 blocks each, and a pool of 64 blocks."""
+    """The cached prompts exceed the memory: 60 prompts of 10 blocks each, and a pool of 64 blocks."""
     prompts = [[number % 250 + 1, *range(1, 40)] for number in range(60)]
     with Engine(FakeRunner(), store=tmp_path, store_bytes=STORE_BYTES) as engine:
         wanted = [answers(engine, [prompt])[0][0] for prompt in prompts]

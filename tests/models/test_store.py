@@ -1,4 +1,4 @@
-"""A store of a real model: after a restart or a crash the same tokens come, and the prompt is not computed again."""
+"""A store with a real model: after a restart or crash the tokens are the same, and the prompt is not computed again."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_generate_finds_the_prompt_of_an_earlier_process(tmp_path):
 
 
 def num_stored(folder):
-    """Entries that are committed in the stores of a folder."""
+    """Return the number of committed entries in the stores of a folder."""
     count = 0
     for index in folder.glob("*/index.sqlite"):
         with closing(sqlite3.connect(index)) as database:
@@ -113,7 +113,7 @@ def test_a_server_that_was_killed_in_a_stream_finds_its_prompts_again(tmp_path):
     first = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).json()
     full = first["usage"]["prompt_tokens"] // 16
     with httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True, "max_tokens": 200}) as response:
-        for _ in response.iter_lines():  # pages are written at the second use of the prompt, which began
+        for _ in response.iter_lines():  # pages are written at the second use of the prompt, which this request starts
             deadline = time.monotonic() + SECONDS
             while num_stored(tmp_path) < full and time.monotonic() < deadline:
                 time.sleep(0.05)

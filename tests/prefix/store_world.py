@@ -1,4 +1,4 @@
-"""What the tests of the store share: pools whose pages follow from all tokens before, so that a wrong page is seen."""
+"""Helpers of the store tests: pages are a function of all tokens before them, so that a wrong page is detected."""
 
 import zlib
 
@@ -14,7 +14,7 @@ LEAST = 9 << 20  # bytes of a small store
 
 
 class World:
-    """A pool, a store and a cache, as after a start of an engine."""
+    """A pool, a store and a cache, as after the start of an engine."""
 
     def __init__(self, path, *, num_blocks=16, max_bytes=LEAST, weights="a", policy="lru", num_pools=1):
         self.pools = [KvCachePool.from_layout(LAYOUT, num_blocks)]
@@ -25,7 +25,7 @@ class World:
         self.cache = PrefixCache(self.allocator, policy=policy, store=self.store)
 
     def run(self, tokens, **keys):
-        """Serve a prompt: pages that are found are checked, the others computed. Returns the number of found blocks."""
+        """Serve a prompt: check the found pages and compute the missing ones. Return the number of found blocks."""
         blocks = self.cache.match_prefix(tokens, **keys).tolist()
         found, full = len(blocks), len(tokens) // BLOCK
         for number in range(found):
@@ -49,7 +49,7 @@ class World:
             assert (page == wanted).all(), f"wrong page of {tokens} under {keys}: {page} instead of {wanted}"
 
     def stop(self):
-        """End without a flush, as a crash would, but with the files closed."""
+        """End without a flush, like a crash, but close the files."""
         self.store.close()
 
     def restart(self, path, **options):
@@ -64,7 +64,7 @@ def content(tokens, keys, place=0):
 
 
 def prompt(random):
-    """A prompt of up to 12 blocks: the beginning of one of 8 long prompts, and sometimes a tail of one block."""
+    """Return a prompt of up to 12 blocks: a prefix of one of 8 long prompts, sometimes with a tail of one block."""
     family, length = random.integers(8), random.integers(1, 12) * BLOCK
     tokens = [1000 * int(family) + place for place in range(length)]
     return tokens + random.integers(0, 2, random.integers(2 * BLOCK)).tolist()

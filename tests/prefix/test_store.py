@@ -1,4 +1,4 @@
-"""The store gives back the pages that were written, under the same model, salt and tokens, and nothing else."""
+"""The store returns exactly the written pages, for the same model, salt and tokens."""
 
 import errno
 import logging
@@ -67,7 +67,7 @@ def test_a_block_is_written_when_it_is_evicted_or_found_again(tmp_path):
             break
         world.cache.evict(16)
     else:
-        raise AssertionError("blocks that were evicted are not in the store")
+        raise AssertionError("evicted blocks are not in the store")
     world.stop()
 
 
@@ -246,7 +246,7 @@ world.cache.check()
 
 @pytest.mark.parametrize("limit", [40_000, 200_000])
 def test_files_that_cannot_grow_cost_no_request(tmp_path, limit):
-    """The first limit stops the page file and the log of the index, the second one the log only."""
+    """The first limit stops writes to the page file and to the index's log, the second one only to the log."""
     code = FULL.format(tests=str(Path(__file__).parent), path=str(tmp_path), limit=limit)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

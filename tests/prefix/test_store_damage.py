@@ -1,4 +1,4 @@
-"""Power losses, damaged and foreign files: a store gives right pages or none, and never ends the process."""
+"""Power losses, damaged and foreign files: a store returns correct pages or none, and never ends the process."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ SMALL = LEAST - (1 << 20) + (64 << 10)  # 14 slots
 
 
 class Served:
-    """Reads every prompt that may be in a store, and checks each page."""
+    """Read every prompt that may be in a store, and check each page."""
 
     def __init__(self, prompts):
         self.prompts, self.right, self.refused = prompts, 0, 0
@@ -36,7 +36,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory):
-    """Folder, prompts, all writes to the page file, and after each batch the number of writes with the database."""
+    """Return folder, prompts, all writes to the page file, and for each batch the number of writes and the database."""
     path = tmp_path_factory.mktemp("history")
     world = World(path, num_blocks=64, max_bytes=SMALL)
     folder, real, writes, databases = world.store.folder, os.pwrite, [], []
@@ -74,7 +74,7 @@ def begin_again(history, folder, pages, database):
 
 
 def test_power_losses_leave_no_wrong_page(tmp_path, history):
-    """Sectors of the last writes are lost in any order, bits flip, files are cut, and the index is of another day."""
+    """Sectors of the last writes are lost in any order, bits flip, files are truncated, and the index is outdated."""
     _, made, prompts, writes, databases = history
     folder, random, served = tmp_path / made.name, np.random.default_rng(11), Served(prompts)
     for _ in range(TRIALS):
@@ -102,7 +102,7 @@ def test_power_losses_leave_no_wrong_page(tmp_path, history):
 
 
 def test_every_byte_of_the_index_may_be_wrong(tmp_path, history):
-    """An exception or right answers: the process lives. Every byte in the nightly run, here a sample of them."""
+    """The store raises an exception or returns correct pages. The nightly run damages every byte, this run a sample."""
     _, made, prompts, writes, databases = history
     folder, served = tmp_path / made.name, Served(prompts[-3:])
     pages = bytearray(14 * 4096)
@@ -121,7 +121,7 @@ def test_every_byte_of_the_index_may_be_wrong(tmp_path, history):
 
 @pytest.mark.parametrize("taken", [["pages"], ["index.sqlite"], ["pages", "index.sqlite"]])
 def test_files_of_another_model_are_not_used(tmp_path, taken):
-    """Two fine-tunes with equal layouts: the same prompts, other pages."""
+    """Two fine-tuned models with equal layouts have different pages for the same prompts."""
     worlds = {}
     for weights in ("one", "two"):
         world = worlds[weights] = World(tmp_path, weights=weights)
@@ -179,6 +179,6 @@ def test_a_page_that_fails_its_sum_is_written_again(tmp_path):
 
 
 def test_contents_are_told_apart():
-    """The test of the test: pages of other prompts differ."""
+    """Check of the test itself: pages of other prompts differ."""
     assert len({content([1], {}), content([2], {}), content([1], {"cache_salt": "a"}), content([1], {}, 1)}) == 4
     assert Path(__file__).with_name("store_world.py").exists()

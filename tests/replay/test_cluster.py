@@ -144,7 +144,7 @@ def test_a_link_sends_transfers_one_after_another(make_trace, capsys):
 def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsys, gap, route, latest):
     """Summed over six traces: in a single trace one request on another worker changes the result by more.
 
-    A step takes 2 ms: after 200 ms the loads that `cost` compares are those of other requests.
+    A step takes 2 ms, so loads that are 200 ms old are useless for `cost`: its limit is 10 ms.
     """
     options = ("--workers", "8", "--blocks", "60", "--cost", "2000,60,150", "--route", route)
     computed = dict.fromkeys((0, latest), 0)

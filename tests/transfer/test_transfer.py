@@ -415,7 +415,7 @@ SPECIAL += (float("nan"), True, [], (1, 2), "", "\0", b"", np.int64(3), np.uint6
 
 
 def mutated(random, fields):
-    """The fields of a ticket or a description, of which one to three are others."""
+    """Return a copy of the fields of a ticket or description with one to three random changes."""
     fields = copy.deepcopy(fields)
     for _ in range(random.choice((1, 1, 2, 3))):
         name = random.choice(sorted(fields))
@@ -512,7 +512,7 @@ def test_the_fields_of_a_ticket_are_bounded_also_when_it_is_unpickled(fields, wo
 def test_a_read_that_cannot_be_checked_fails_alone(pair):
     source, reader = pair
     bad, good = source.offer([0]).ticket, source.offer([1]).ticket
-    object.__setattr__(bad, "blocks", ((0, 2**64),))  # no constructor was asked
+    object.__setattr__(bad, "blocks", ((0, 2**64),))  # bypasses the checks of the constructor
     blocks = reader.pool.allocator.allocate_n(2).tolist()
     numbers = [reader.read(bad, blocks[:1]), reader.read(good, blocks[1:])]
     results = {result.read: result for result in ended(reader)}
