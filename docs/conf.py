@@ -33,7 +33,6 @@ autodoc_mock_imports = ["ray", "starlette", "torch", "tqdm", "transformers"]  # 
 autodoc_inherit_docstrings = False
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 

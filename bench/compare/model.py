@@ -38,7 +38,7 @@ def write_model(folder):
     with torch.no_grad():
         model.lm_head.weight[0] = 0
     model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, folder)
     return model
 

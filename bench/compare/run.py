@@ -4,7 +4,7 @@
                                 [--json FILE] [--plot FILE]
 
 Needs the extra `serve`, httpx and, for the row "retained", cache-pressure. vLLM and llama-cpp-python (with its extra
-`server`) have their own environments in `--peers`: `vllm` and `llama_cpp`; this environment then also needs gguf. A side
+`server`) have their own environments in `--peers`: `vllm` and `llama_cpp`; this one then also needs gguf. A side
 without an environment is left out by name. Nothing is downloaded: `model.py` makes the model.
 
 All servers run at the same time with the same number of threads, weights in float32 and room for the same number of
