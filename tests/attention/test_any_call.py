@@ -124,7 +124,7 @@ def assert_canonical(call, got, row, head):
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls(), st.data())
-def test_bits_are_canonical_and_depend_on_what_a_row_sees_alone(call, data):
+def test_bits_are_canonical_and_depend_only_on_attended_tokens(call, data):
     expected, rows = call.decode(num_threads=1)
     assert_same(call.decode(num_threads=data.draw(st.integers(2, 8)))[0], expected)
     assert_same(call.prefill(num_threads=data.draw(st.integers(1, 8))), expected[:2])

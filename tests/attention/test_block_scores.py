@@ -36,7 +36,7 @@ def test_scores_are_the_weights_of_float64(case):
         assert_same_bits([out], [case.decode(**options)])
 
 
-def test_a_row_adds_up_to_what_sinks_leave(case):
+def test_a_row_adds_up_to_1_minus_the_weight_of_the_sink(case):
     _, sinks = variants(case.q.shape[1])
     some = case.seq_lens > 0
     for own in (np.full_like(sinks, -np.inf), sinks):
@@ -46,7 +46,7 @@ def test_a_row_adds_up_to_what_sinks_leave(case):
         assert not scores[~some].any()
 
 
-def test_blocks_outside_of_the_window_and_past_the_end_have_none(case):
+def test_blocks_outside_of_the_window_and_past_the_end_have_score_0(case):
     size, window_left = case.pool.layout.block_size, 20
     scores = case.decode(window_left=window_left, return_block_scores=True)[1]
     for row, length in enumerate(LENGTHS):
@@ -84,7 +84,7 @@ def test_scores_follow_the_canonical_order(dtype, block_size, options):
         assert_same_bits([scores[row, head]], [np.array(expected, np.float32)])
 
 
-def test_scores_of_large_blocks_are_sums_of_those_of_small_ones():
+def test_scores_of_large_blocks_are_sums_of_scores_of_small_blocks():
     lengths = [1100, 70]
     kv, q = random_kv(KvLayout(1, 1, 16), lengths), np.random.default_rng(3).standard_normal((2, 4, 16), np.float32)
     scores = {}

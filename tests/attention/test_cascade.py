@@ -85,7 +85,7 @@ def test_a_tree_of_prefixes_has_the_bits_of_lone_sequences(dtype, arithmetic, bl
 
 @pytest.mark.parametrize("window_left", [511, 512, 700, 1500, 1535, 2047])
 @pytest.mark.parametrize("block_size", [16, 48, 15])
-def test_windows_that_begin_in_one_block_share_what_follows(block_size, window_left):
+def test_windows_that_begin_in_one_block_share_later_blocks(block_size, window_left):
     """Nine of the sequences have similar lengths, the others have not."""
     own = [40, 40, 45, 35, 40, 33, 47, 40, 500, 8]
     paths = [("system", "few shots")] * 9 + [("system",)]

@@ -103,7 +103,7 @@ def test_the_reference_says_the_same(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("length", "head_dim"), [(1, 8), (16, 40), (33, 256), (512, 16), (530, 72), (1061, 24)])
-def test_the_bits_are_those_of_the_canonical_order(length, head_dim, dtype):
+def test_the_bits_equal_the_canonical_order(length, head_dim, dtype):
     case = make_case(KvLayout(1, 1, head_dim, dtype=dtype), 1, [length])
     k, v = (x[:, 0].tolist() for x in case.pool.gather(0, case.block_tables[0], length))
     fused = cpu_info()["isa"] != "baseline"

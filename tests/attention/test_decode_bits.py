@@ -78,7 +78,7 @@ def test_other_heads_do_not_change_the_bits(dtype, block_size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [16, 48, 5])
-def test_what_lies_beside_the_tokens_does_not_matter(dtype, block_size):
+def test_contents_of_unused_slots_do_not_matter(dtype, block_size):
     layout = KvLayout(2, 2, 24, block_size=block_size, dtype=dtype)
     case = make_case(layout, 3, [1, 15, 17, 530])
     expected = case.decode(return_lse=True)

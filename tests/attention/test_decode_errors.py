@@ -89,7 +89,7 @@ def test_a_flat_pool(call):
     refused(call, ValueError, "layout", pool=KvCachePool(64, 4))
 
 
-def test_what_is_no_pool(call):
+def test_an_object_that_is_not_a_pool_is_refused(call):
     refused(call, TypeError, "pool", pool=[1, 2, 3])
 
 
@@ -135,7 +135,7 @@ def test_wrong_shapes(call, name, shape):
 
 
 @pytest.mark.parametrize("heads", [1, 3, 5])
-def test_query_heads_that_are_no_multiple(call, heads):
+def test_query_heads_that_are_not_a_multiple(call, heads):
     refused(call, ValueError, str(heads), q=np.zeros((3, heads, 16), np.float32), out=None)
 
 
@@ -193,7 +193,7 @@ def test_an_out_of_16_bit_is_as_long_as_its_elements(narrow):
 
 
 @pytest.mark.parametrize("narrow", NARROW)
-def test_an_out_of_16_bit_that_overlaps_what_is_read(narrow):
+def test_a_16_bit_out_that_overlaps_an_input_is_refused(narrow):
     case = make_case(LAYOUT, 2, [40, 0, 17])
     page = case.pool.page(int(case.block_tables[0, 0])).reshape(-1).view(np.uint8)
     memory = np.zeros(3 * 4 * 16 * 2, np.uint8)
@@ -389,13 +389,13 @@ def test_options_are_keywords_only(call):
 
 
 @pytest.mark.parametrize("name", ["window_left", "num_threads", "layer"])
-def test_a_number_that_is_none_is_named(call, name):
+def test_an_invalid_number_is_named(call, name):
     refused(call, TypeError, (name, "integer", "str"), **{name: "1"})
     refused(call, TypeError, (name, "integer", "ndarray"), **{name: np.zeros(3, np.int32)})
 
 
 @pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
-def test_a_factor_that_is_no_number_is_named(call, name):
+def test_a_factor_that_is_not_a_number_is_named(call, name):
     refused(call, TypeError, (name, "number", "list"), **{name: []})
 
 
@@ -404,7 +404,7 @@ def test_an_out_that_cannot_be_written_is_named(call):
 
 
 @pytest.mark.parametrize(("name", "value"), [("layer", 2**70), ("num_threads", 10**30), ("window_left", -(2**70))])
-def test_the_number_that_is_refused_is_the_one_that_was_given(call, name, value):
+def test_the_refused_number_is_reported_as_given(call, name, value):
     refused(call, ValueError, (name, value), **{name: value})
 
 
@@ -414,12 +414,12 @@ def test_a_factor_that_no_float_holds_is_named(call, name):
 
 
 @pytest.mark.parametrize("value", [None, 1, np.array(["exact", "bf16"])], ids=str)
-def test_an_arithmetic_that_is_no_name_is_refused_as_that(call, value):
+def test_an_arithmetic_that_is_not_a_name_is_refused(call, value):
     refused(call, ValueError, ("arithmetic", "exact", "bf16", repr(value)), arithmetic=value)
 
 
 @pytest.mark.parametrize("value", [[0.0], "out", 1.0], ids=str)
-def test_an_out_that_is_no_array_is_named(call, value):
+def test_an_out_that_is_not_an_array_is_named(call, value):
     refused(call, TypeError, ("out", "float32", "float16", "bfloat16", type(value).__name__), out=value)
 
 

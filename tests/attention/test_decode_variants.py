@@ -76,7 +76,7 @@ def test_bits_do_not_depend_on_the_block_size():
 
 
 @pytest.mark.parametrize("window_left", [0, 15, 16, 100, 511, 700])
-def test_what_lies_outside_of_the_window_is_not_read(case, window_left):
+def test_tokens_before_the_window_are_not_read(case, window_left):
     """Neither block ids (replaced by invalid ones here) nor values (the next test fills them with NaN) are read."""
     expected = case.decode(window_left=window_left, return_lse=True)
     size, tables = case.pool.layout.block_size, case.block_tables.copy()
@@ -106,12 +106,12 @@ def test_an_id_inside_of_the_window_is_checked(case):
         decode(case.q, case.pool, 0, tables, case.seq_lens, window_left=100)
 
 
-def test_a_window_as_long_as_the_sequence_has_the_bits_of_none(case):
+def test_a_window_as_long_as_the_sequence_has_the_bits_of_no_window(case):
     assert_same_bits(case.decode(window_left=1099, return_lse=True), case.decode(return_lse=True))
 
 
 @pytest.mark.parametrize("window_left", [2**31 - 1, 2**31, 2**63 - 1, 2**100])
-def test_a_window_longer_than_any_sequence_is_none(case, window_left):
+def test_a_window_longer_than_any_sequence_equals_no_window(case, window_left):
     assert_same_bits(case.decode(window_left=window_left, return_lse=True), case.decode(return_lse=True))
 
 

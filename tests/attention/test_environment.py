@@ -35,7 +35,7 @@ def warnings_of(program, **environment):
 
 
 @pytest.mark.parametrize("value", ["0", "-2", "257", "two", "2 ", "1.5"])
-def test_a_number_of_threads_that_is_none_is_warned_of_once(value):
+def test_an_invalid_number_of_threads_warns_once(value):
     (line,) = warnings_of(FROM_THE_START, PAGEPOOL_NUM_THREADS=value)
     cpus = len(os.sched_getaffinity(0))
     assert f"RuntimeWarning: PAGEPOOL_NUM_THREADS={value!r} is not a number from 1 to 256" in line
@@ -43,11 +43,11 @@ def test_a_number_of_threads_that_is_none_is_warned_of_once(value):
 
 
 @pytest.mark.parametrize("value", ["", "1", "256"])
-def test_a_number_of_threads_or_none_asked_for_is_not(value):
+def test_a_valid_or_unset_number_of_threads_does_not_warn(value):
     assert warnings_of(FROM_THE_START, PAGEPOOL_NUM_THREADS=value) == []
 
 
-def test_one_that_is_set_later_is_warned_of_where_it_is_read():
+def test_a_value_set_later_warns_where_it_is_read():
     (line,) = warnings_of(LATER)
     assert "PAGEPOOL_NUM_THREADS='many'" in line
 

@@ -67,7 +67,7 @@ def test_pools_that_share_an_allocator_share_tables():
 
 @pytest.mark.parametrize("name", ["seq_lens", "query_start_loc"])
 @pytest.mark.parametrize("call", [decode, prefill, reference.decode], ids=["decode", "prefill", "reference"])
-def test_an_array_beside_filled_tables_is_refused(call, name):
+def test_an_array_next_to_filled_tables_is_refused(call, name):
     pool, _, tables = filled(reference if call is reference.decode else pagepool)
     with pytest.raises(TypeError, match=name):
         call(queries(tables), pool, 0, tables, **{name: getattr(tables, name)})

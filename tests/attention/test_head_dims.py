@@ -154,7 +154,7 @@ def test_v_within_k_has_the_bits_of_the_same_v_stored_apart(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("v_in_k", "block_size"), [(True, 16), (True, 5), (False, 16), (False, 5)])
-def test_the_bits_are_those_of_the_canonical_order(v_in_k, block_size, dtype):
+def test_the_bits_equal_the_canonical_order(v_in_k, block_size, dtype):
     layout = KvLayout(1, 1, 40, block_size, dtype, v_head_dim=24, v_in_k=v_in_k)
     case = make_case(layout, 2, [35, 0, 530])
     for options in ({}, VARIANTS[-2]):

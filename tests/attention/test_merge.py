@@ -66,7 +66,7 @@ def test_against_float64(head_dim):
     assert_close(merge_states(v, s), (right, s.max(axis=1) + np.log(weights.sum(axis=1))))
 
 
-def test_parts_without_tokens_do_not_count_whatever_they_hold():
+def test_parts_without_tokens_have_no_effect_for_any_contents():
     v = np.full((1, 3, 1, 8), np.nan, np.float32)
     v[:, 1] = 4.0
     s = np.array([[[-np.inf], [2.0], [-np.inf]]], np.float32)

@@ -250,7 +250,7 @@ def test_shared_prefixes_change_no_bit(dtype, v_dtype):
         assert_same_bits(case.decode(return_lse=True, num_threads=num_threads), expected)
 
 
-def test_nan_reaches_who_gives_it_weight_and_nobody_else():
+def test_nan_affects_only_rows_that_give_it_weight():
     layout = layout_of("int8", "int8", 1, 16)
     (k, v), *_ = random_kv(layout, [600])
     v[10, 0, 3] = np.nan
@@ -379,7 +379,7 @@ def test_the_reference_has_no_such_pages():
         reference.KvCachePool.from_layout(layout_of("int8", "int8"), 4)
 
 
-def test_a_v_dtype_that_is_that_of_k_is_none():
+def test_a_v_dtype_equal_to_the_dtype_of_k_is_stored_as_none():
     assert KvLayout(1, 1, 64, dtype="int8", v_dtype="int8") == KvLayout(1, 1, 64, dtype="int8")
     assert not KvLayout(1, 1, 64, v_dtype="bfloat16").is_mixed
 
@@ -416,7 +416,7 @@ def test_other_arithmetic_and_other_dtypes_are_refused():
     assert bytes(case.pool) == before
 
 
-def test_calibrate_channels_names_what_it_cannot_take():
+def test_calibrate_channels_names_a_wrong_argument():
     with refuses(ValueError, 1, (0, 1, 8)):
         calibrate_channels(np.ones((0, 1, 8)))
     with refuses(ValueError, (8,)):

@@ -287,7 +287,7 @@ class Shown:
         return self.array.__dlpack_device__()
 
 
-def test_counts_that_change_after_they_were_checked_lead_nothing_out_of_q_and_out():
+def test_counts_changed_after_the_check_cause_no_access_outside_of_q_and_out():
     case, starts = make_case(KvLayout(1, 1, 16), 2, [64, 20]).with_queries([2, 3])
     expected = case.decode(query_start_loc=starts, sinks=np.ones(2, np.float32))
     memory = np.full((9, 2, 16), 12345.0, np.float32)

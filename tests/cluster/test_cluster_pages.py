@@ -71,7 +71,7 @@ def test_pages_arrive_and_are_found(source, reader):
     assert reader.allocator.in_use == 4
 
 
-def test_only_what_is_missing_moves(source, reader):
+def test_only_missing_pages_move(source, reader):
     source.compute(TOKENS)
     reader.compute(TOKENS[:8])
     before = reader.match(TOKENS)
@@ -88,7 +88,7 @@ def test_a_salt_keeps_prompts_apart(source, reader):
     assert reader.match(TOKENS) == [] and reader.cache.cached_tokens(TOKENS, cache_salt="mine") == 16
 
 
-def test_a_page_that_was_taken_anew_ends_what_is_of_use(source, reader):
+def test_a_reallocated_page_ends_the_usable_prefix(source, reader):
     source.compute(TOKENS)
     offer = source.mover.offer("source", TOKENS)
     source.mover.release(offer.number)
@@ -103,7 +103,7 @@ def test_a_page_that_was_taken_anew_ends_what_is_of_use(source, reader):
     source.allocator.free(third)
 
 
-def test_pages_that_were_taken_anew_do_not_end_other_reads_from_the_same_worker(source, reader):
+def test_reallocated_pages_do_not_end_other_reads_from_the_same_worker(source, reader):
     source.compute(TOKENS)
     other = [number + 100 for number in TOKENS]
     source.compute(other)
@@ -139,7 +139,7 @@ def test_a_full_pool_evicts_only_the_blocks_that_are_missing(source):
     reader.close()
 
 
-def test_a_source_that_is_gone_leaves_nothing_and_can_come_back(reader):
+def test_a_lost_source_leaves_nothing_and_can_return(reader):
     source = Place("source")
     source.compute(TOKENS)
     offer = source.mover.offer("source", TOKENS)
@@ -177,7 +177,7 @@ def test_an_offer_holds_its_blocks_until_it_expires():
     source.close()
 
 
-def test_many_who_want_the_same_beginning_move_it_once(source, reader):
+def test_concurrent_requests_with_a_shared_prefix_move_it_once(source, reader):
     source.compute(TOKENS)
     offers = [source.mover.offer("source", TOKENS) for _ in range(8)]
     found = []

@@ -29,7 +29,7 @@ PROMPT = "a prompt that is longer than some blocks"
 def wait_until(condition):
     end = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.005)
 
 
@@ -171,7 +171,7 @@ def test_a_cluster_answers_as_one_engine_does(prefill, sampling):
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=KINDS)
 @pytest.mark.parametrize("after", [0, 1, 2, 9, 20])
-def test_a_request_goes_on_with_another_worker_and_nothing_comes_twice(after, sampling):
+def test_a_request_continues_on_another_worker_without_repeated_tokens(after, sampling):
     with cluster(3) as world:
         world.decode.kills["decode-0"] = world.decode.kills["decode-1"] = after
         generation = world.front_end.submit(PROMPT, SamplingParams(20, **sampling))
@@ -192,7 +192,7 @@ def test_a_prefill_worker_that_dies_is_replaced_by_another_one(after):
         assert world.prefill.calls[0][0] == "prefill-0"
 
 
-def test_without_any_prefill_worker_left_the_others_compute_prompts_themselves():
+def test_without_prefill_workers_decode_workers_compute_prompts():
     with cluster(1, 1) as world:
         world.prefill.dead.add("prefill-0")
         for _ in range(2):
@@ -200,7 +200,7 @@ def test_without_any_prefill_worker_left_the_others_compute_prompts_themselves()
         assert len(world.prefill.calls) == 1
 
 
-def test_pages_move_and_what_both_have_does_not_move_again():
+def test_pages_move_once_and_shared_pages_do_not_move():
     with cluster(1, 1) as world:
         for _ in range(2):
             assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
@@ -228,7 +228,7 @@ def test_pages_of_a_worker_that_died_are_computed_instead():
         assert world.front_end.stats()["moved_tokens"] == 0 and decode.engine.stats()["cached_tokens"] == 0
 
 
-def test_a_text_with_a_stop_string_ends_alike_wherever_a_worker_dies():
+def test_a_text_with_a_stop_string_is_the_same_wherever_a_worker_dies():
     text = alone(PROMPT, max_new_tokens=20)[1]
     stop = text[8:11]
     wanted = alone(PROMPT, max_new_tokens=20, stop=stop)
@@ -286,7 +286,7 @@ def test_records_are_bounded_and_the_oldest_goes_first():
         assert world.front_end.stats()["repeated_requests"] == 2
 
 
-def test_a_cancelled_id_is_computed_anew():
+def test_a_cancelled_id_is_computed_again():
     with cluster(1, step_seconds=0.005) as world:
         first = world.front_end.submit(PROMPT, SamplingParams(200), request_id=5)
         next(first)
@@ -297,7 +297,7 @@ def test_a_cancelled_id_is_computed_anew():
         assert again.finish_reason is None
 
 
-def test_a_generation_that_nobody_holds_is_cancelled_at_the_worker():
+def test_a_dropped_generation_is_cancelled_at_the_worker():
     with cluster(1, step_seconds=0.005) as world:
         next(world.front_end.submit(PROMPT, SamplingParams(200)))
         gc.collect()
@@ -305,7 +305,7 @@ def test_a_generation_that_nobody_holds_is_cancelled_at_the_worker():
         assert world.front_end.num_requests == 0
 
 
-def test_what_a_dead_front_end_has_asked_for_is_cancelled():
+def test_requests_of_a_dead_front_end_are_cancelled():
     with cluster(1, step_seconds=0.005) as world:
         old = world.front_end
         lost = old.submit(PROMPT, SamplingParams(200))
@@ -317,7 +317,7 @@ def test_what_a_dead_front_end_has_asked_for_is_cancelled():
         old.close()
 
 
-def test_a_new_front_end_knows_what_was_cached_before_it():
+def test_a_new_front_end_knows_the_cached_blocks():
     with cluster(2) as world:
         world.front_end.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         (name, _), *_ = world.decode.calls
@@ -380,7 +380,7 @@ def test_a_worker_that_ends_without_an_end_is_lost():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
+def test_each_request_gets_the_answer_of_a_single_engine_despite_failures(seed):
     """Workers die and are added, callers disconnect, retry and share ids, the front end is replaced."""
     random = Random(seed)
     prompts = [f"beginning {number % 3} that some share, and {number}" for number in range(12)]
@@ -427,7 +427,7 @@ def test_whatever_happens_each_request_is_answered_as_by_one_engine(seed):
         ([256], 1, ("prompt", 255, 256)),
     ],
 )
-def test_the_front_end_refuses_what_no_worker_can_run(prompt, count, words):
+def test_the_front_end_refuses_requests_that_no_worker_can_run(prompt, count, words):
     with cluster(1) as world:
         with refuses(RequestRejected, *words):
             world.front_end.submit(prompt, SamplingParams(count))
@@ -463,7 +463,7 @@ def test_a_burst_with_shared_prefixes_and_two_deaths_answers_all():
         ({"model": "/nowhere"}, ModelError, ("/nowhere: it has no config.json",)),
     ],
 )
-def test_what_cannot_be_served_gets_one_sentence_before_anything_starts(options, error, words):
+def test_an_invalid_cluster_is_refused_before_anything_starts(options, error, words):
     with refuses(error, *words):
         serve(**{"model": "bench/tiny_llama", **options})
 

@@ -67,7 +67,7 @@ def proxy_of(pid):
 def wait_until(condition, seconds=SECONDS):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.1)
 
 

@@ -73,7 +73,7 @@ STEP = st.one_of(
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(STEP, max_size=60), st.lists(PROMPT, min_size=1, max_size=4), st.integers(2, 64))
-def test_after_lost_repeated_and_late_messages_the_index_is_what_the_caches_hold(steps, prompts, max_events):
+def test_the_index_matches_the_caches_after_lost_repeated_and_late_messages(steps, prompts, max_events):
     router, workers = Router(2, 3, clock=Clock()), [Worker(name, max_events) for name in range(3)]
     flight = []  # messages in transit
 
@@ -121,7 +121,7 @@ def test_after_lost_repeated_and_late_messages_the_index_is_what_the_caches_hold
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), PROMPT, st.sampled_from(SALTS)), max_size=30), PROMPT)
-def test_with_every_message_in_time_the_forecast_is_what_a_worker_finds(served, prompt):
+def test_without_delays_the_forecast_matches_the_worker_s_hits(served, prompt):
     router, workers = Router(2, 3, clock=Clock()), [Worker(name) for name in range(3)]
     for which, tokens, salt in served:
         workers[which].cache.touch(tokens, cache_salt=salt)
@@ -131,7 +131,7 @@ def test_with_every_message_in_time_the_forecast_is_what_a_worker_finds(served, 
             assert forecasts(router, worker.name, [prompt, tokens]) == truth(worker.cache, [prompt, tokens])
 
 
-def test_with_the_rule_prefix_the_longest_prefix_comes_first_then_load_then_room_then_who_waits_longest():
+def test_the_prefix_rule_orders_by_prefix_then_load_then_room_then_idle_time():
     router, workers, _ = router_of(rule="prefix")
     workers["a"].cache.touch([1, 2, 3, 4])
     workers["b"].cache.touch([1, 2, 3, 4, 5, 6])
@@ -236,7 +236,7 @@ def test_a_choice_is_load_until_the_worker_reports():
     assert [router.choose([number, 9, 9]).worker for number in (100, 200)] == ["b", "b"]
 
 
-def test_a_load_counts_what_is_on_its_way_to_the_worker():
+def test_a_load_includes_requests_in_transit_to_the_worker():
     router, workers, _ = router_of()
     tell(router, workers["b"], load=1000)
     tell(router, workers["c"], load=1000)
@@ -265,7 +265,7 @@ def test_a_worker_far_ahead_of_the_others_is_passed_over():
     assert router.choose([1, 2, 4]) == Same("b", 2)  # b was chosen for this prefix as well, and has less load
 
 
-def test_prompts_that_begin_alike_stay_together_before_any_event():
+def test_prompts_with_a_common_prefix_stay_together_before_any_event():
     router, workers, clock = router_of(max_staleness=10)
     first = router.choose([1, 2, 3, 4, 5])
     assert first.forecast_tokens == 0
@@ -299,7 +299,7 @@ def test_salts_and_keys_stay_apart():
     assert router.choose(prompt, cache_salt="third").forecast_tokens == 0 and chosen.forecast_tokens == 0
 
 
-def test_a_worker_that_was_not_heard_of_comes_last_and_its_cache_counts_for_nothing():
+def test_a_silent_worker_is_chosen_last_and_its_cache_is_ignored():
     router, workers, clock = router_of(max_staleness=5)
     workers["a"].cache.touch([1, 2, 3, 4])
     tell(router, workers["a"])
@@ -314,7 +314,7 @@ def test_a_worker_that_was_not_heard_of_comes_last_and_its_cache_counts_for_noth
     assert router.choose([1, 2, 3, 4, 5]) == Same("a", 4)  # a heartbeat without changes
 
 
-def test_a_restart_empties_the_worker_and_what_comes_late_from_before_is_ignored():
+def test_a_restart_clears_the_worker_and_late_messages_are_ignored():
     router, workers, _ = router_of()
     worker = workers["a"]
     worker.cache.touch([1, 2, 3, 4])
@@ -330,7 +330,7 @@ def test_a_restart_empties_the_worker_and_what_comes_late_from_before_is_ignored
     assert router.forecast([1, 2, 3]) == {"a": 2} and router.stats()["snapshots"] == 0
 
 
-def test_a_worker_whose_first_message_is_refused_takes_no_place():
+def test_a_worker_with_a_refused_first_message_is_not_added():
     router = Router(2, max_workers=1)
     with refuses(PoolError, 1, "a", 7):
         router.update("a", 1, [EVENT._replace(sequence=7)], load=0, room=0)
@@ -342,7 +342,7 @@ def test_a_worker_whose_first_message_is_refused_takes_no_place():
         router.update("a", 1, [], load=0, room=0)
 
 
-def test_what_a_worker_held_is_forgotten_with_its_epoch_though_the_first_message_of_the_next_is_refused():
+def test_a_new_epoch_clears_the_worker_even_if_its_first_message_is_refused():
     router = Router(2)
     name = prefix_names([1, 2], 2, root_name(root_key(None, ())))[0]
     router.update("a", 1, [EVENT._replace(name=name)], load=0, room=0)
@@ -371,7 +371,7 @@ def test_a_lost_event_changes_nothing_and_a_snapshot_helps():
     assert router.stats()["snapshots"] == 1
 
 
-def test_a_snapshot_that_is_older_than_what_is_known_is_ignored():
+def test_an_outdated_snapshot_is_ignored():
     router, workers, _ = router_of()
     worker = workers["a"]
     old = worker.cache.snapshot()
@@ -499,7 +499,7 @@ def test_a_refused_call_says_why_and_changes_nothing(use, error, sentence):
     router.check()
 
 
-def test_a_prompt_of_nothing_goes_somewhere():
+def test_an_empty_prompt_is_routed():
     router, _, _ = router_of()
     assert router.choose([]).forecast_tokens == 0
     assert router.choose(np.array([1], np.int32)).forecast_tokens == 0

@@ -30,7 +30,7 @@ def alone(prompt, count, **sampling):
 def wait_until(condition):
     end = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.001)
 
 

@@ -46,7 +46,7 @@ VALUES = st.recursive(
 def wait_until(condition):
     end = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "timeout"
         time.sleep(0.005)
 
 

@@ -107,7 +107,7 @@ def test_a_block_is_evicted_only_after_its_cached_children():
     for left in range(cached - 1, 0, -1):
         assert cache.evict(1) == 1
         runs = [cache.match_prefix([1, 2, 3, 4, 10 + tail, 5, 6]) for tail in range(4)]
-        assert len({block for run in runs for block in run.tolist()}) == left, "what is cached is found from the head"
+        assert len({block for run in runs for block in run.tolist()}) == left, "some cached blocks are unreachable"
         for run in runs:
             cache.allocator.free(run)
 

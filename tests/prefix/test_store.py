@@ -155,7 +155,7 @@ def test_a_child_of_fork_finds_and_writes_nothing(tmp_path):
     world.stop()
 
 
-def test_what_is_discarded_is_not_found_again(tmp_path):
+def test_discarded_blocks_are_not_found_again(tmp_path):
     world = World(tmp_path)
     world.run(range(20))
     assert world.cache.flush()

@@ -75,7 +75,7 @@ class HybridEngine:
             if self.states is not None:
                 before = known[-len(tokens) - 1] if len(known) > len(tokens) else 0
                 h = state.state.view(0, "h")
-                assert h[0] == before, f"the state of {seq_id} has not passed over its first tokens once"
+                assert h[0] == before, f"the state of {seq_id} has not processed its first tokens exactly once"
                 h[0] = known[-1]
         values = np.concatenate(rows)[:, None, None] * np.ones((1, 1, 8), np.float32)
         for layer in range(len(self.groups)):

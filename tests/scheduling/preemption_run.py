@@ -83,7 +83,7 @@ def run(steps, seed, mode, share):
         scheduler.commit(batch, [rng.randrange(1000)] * len(batch))
         done = scheduler.drain_finished()
         idle = 0 if done else idle + 1
-        assert idle < 2000, "for 2,000 steps nobody came to an end: a livelock"
+        assert idle < 2000, "no request ended in 2,000 steps: a livelock"
         for seq in done:
             finished += 1
             tokens += seq.total_tokens

@@ -76,7 +76,7 @@ def test_pages_arrive_in_the_blocks_that_the_reader_has_taken(pair):
     assert source.references() == []
 
 
-def test_poll_waits_for_the_first_read_and_for_none_not_at_all(pair):
+def test_poll_waits_for_the_first_read_and_not_without_reads(pair):
     source, reader = pair
     ticket = source.offer([0, 1, 2]).ticket
     assert reader.poll(1e9) == []
@@ -86,7 +86,7 @@ def test_poll_waits_for_the_first_read_and_for_none_not_at_all(pair):
 
 
 @pytest.mark.parametrize("when", ["before", "between pages and words"])
-def test_a_page_of_another_generation_has_failed_and_the_others_are_loaded(pair, when):
+def test_a_page_of_another_generation_fails_and_the_other_pages_load(pair, when):
     source, reader = pair
     allocator = source.pool.allocator
     ticket = source.offer([0, 1, 2], seconds=0).ticket
@@ -104,7 +104,7 @@ def test_a_page_of_another_generation_has_failed_and_the_others_are_loaded(pair,
     assert reader.pool.page(blocks[2])[0] == 102.0
 
 
-def test_a_block_that_is_free_has_failed_though_its_generation_is_the_same(pair):
+def test_a_free_block_fails_even_with_an_unchanged_generation(pair):
     source, reader = pair
     ticket = source.offer([3], seconds=0).ticket
     source.poll()
@@ -113,7 +113,7 @@ def test_a_block_that_is_free_has_failed_though_its_generation_is_the_same(pair)
     assert ended(reader) == [(number, [], [0], "1 of 1 pages are not those of the ticket: block 3 is free")]
 
 
-def test_a_ticket_of_yesterday_is_good_if_its_blocks_are_still_held(pair, clock):
+def test_an_old_ticket_is_valid_while_its_blocks_are_held(pair, clock):
     source, reader = pair
     ticket = source.offer([2, 3], seconds=60).ticket
     clock[0] += 86400
@@ -152,7 +152,7 @@ def test_a_lease_holds_its_blocks_until_it_expires(pair, clock):
     allocator.allocate_n(2)
 
 
-def test_who_does_not_answer_in_time_has_failed_and_its_blocks_stay_taken_until_no_byte_can_come(pair, clock):
+def test_a_silent_peer_fails_and_blocks_stay_held_until_no_byte_can_arrive(pair, clock):
     source, reader = pair
     allocator = reader.pool.allocator
     ticket = source.offer([0, 1]).ticket
@@ -167,7 +167,7 @@ def test_who_does_not_answer_in_time_has_failed_and_its_blocks_stay_taken_until_
     with refuses(ValueError, "read", 1):
         reader.cancel(number)
     allocator.free(blocks)
-    assert allocator.in_use == 2 and reader.poll(1e9) == [], "nobody waits for it"
+    assert allocator.in_use == 2 and reader.poll(1e9) == [], "poll waited"
     others = allocator.allocate_n(6)
     assert not set(others.tolist()) & {0, 1}
     reader.stopped = False
@@ -196,7 +196,7 @@ def test_a_peer_that_is_lost_fails_at_once(pair):
 
 
 @pytest.mark.parametrize("wants_words", [False, True])
-def test_a_read_whose_request_has_failed_sends_no_other(pair, wants_words):
+def test_a_failed_read_sends_no_further_request(pair, wants_words):
     source, reader = pair
     number = reader.read(source.offer([0]).ticket, reader.pool.allocator.allocate_n(1))
     while reader._reads[number].wants_words != wants_words:
@@ -227,7 +227,7 @@ def test_a_forgotten_peer_is_met_again_when_its_reads_have_ended(pair):
         reader.forget("x")
 
 
-def test_a_source_that_begins_anew_is_in_another_epoch(pair):
+def test_a_restarted_source_has_a_new_epoch(pair):
     source, reader = pair
     old, met = source.offer([0]).ticket, source.describe()
     number = reader.read(old, reader.pool.allocator.allocate_n(1))
@@ -355,7 +355,7 @@ def described(transfer, transport):
     return PeerDescription("x", transport, 1, own.fingerprint, 8, own.pages, own.words, own.epoch_word, b"")
 
 
-def test_what_cannot_be_registered():
+def test_invalid_registrations_are_refused():
     transfer = LocalTransfer("one")
     for call in (transfer.describe, lambda: transfer.offer([0]), lambda: transfer.read(None, [])):
         with refuses(ValueError, "transfer", "one"):
@@ -401,7 +401,7 @@ def test_close_ends_everything_and_leaves_nothing(pair):
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_close_waits_for_what_is_under_way_as_long_as_that_has_time(pair, clock, stopped):
+def test_close_waits_for_pending_reads_until_their_timeout(pair, clock, stopped):
     source, reader = pair
     reader.read(source.offer([0]).ticket, reader.pool.allocator.allocate_n(1))
     reader.stopped = stopped

@@ -211,7 +211,7 @@ class TransferMachine(RuleBasedStateMachine):
     @invariant()
     def what_the_reader_computed_is_untouched(self):
         for block, number in self.mine.items():
-            assert (self.pools[1].page(block) == number).all(), "a byte came into a block of another owner"
+            assert (self.pools[1].page(block) == number).all(), "a byte arrived in a block of another owner"
 
 
 TransferMachine.TestCase.settings = SETTINGS
@@ -272,7 +272,7 @@ def test_a_long_random_run_accepts_no_wrong_page():
 
 
 @pytest.mark.parametrize("broken", [Believing, WordsFirst, Forgetful])
-def test_the_machine_finds_what_is_built_wrong(broken):
+def test_the_machine_detects_faulty_readers(broken):
     machine = TransferMachine()
     machine.reader_class = broken
     with pytest.raises(AssertionError):

@@ -78,16 +78,14 @@ def test_every_accepted_page_is_right_while_the_source_reuses_its_blocks(source,
     assert source.check() == []
 
 
-def test_a_ticket_whose_blocks_were_taken_anew_or_are_free_fails(source, reader, pool):
+def test_a_ticket_of_free_or_reallocated_blocks_fails(source, reader, pool):
     reader.meet(source.describe())
     old = source.offer([5, 6], 0)
     source.free([6])
     assert read(reader, pool, old) == ([0], [1], "1 of 2 pages are not those of the ticket: block 6 is free")
 
 
-def test_a_ticket_of_yesterday_is_good_while_its_blocks_are_held_and_fails_when_they_were_taken_anew(
-    source, reader, pool
-):
+def test_an_old_ticket_is_valid_until_its_blocks_are_reallocated(source, reader, pool):
     reader.meet(source.describe())
     ticket = source.offer([5, 6], 60)
     source.later(86400)
@@ -151,7 +149,7 @@ def test_a_source_that_is_stopped_when_it_is_met_is_read_later(source, reader, p
     assert read(reader, pool, ticket) == ([0, 1], [], "")
 
 
-def test_a_reader_that_is_killed_leaves_leases_that_expire_and_a_source_that_goes_on(source, reader, pool):
+def test_leases_of_a_killed_reader_expire_and_the_source_continues(source, reader, pool):
     other = SourceProcess(LAYOUT, NUM_BLOCKS, "other")
     try:
         ticket = source.offer(list(range(NUM_BLOCKS)), 60)
@@ -171,7 +169,7 @@ def tcp(monkeypatch):
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-def test_what_comes_late_over_tcp_comes_into_blocks_that_nobody_else_has(tcp, source, reader, pool):
+def test_late_bytes_over_tcp_reach_only_blocks_still_held_for_them(tcp, source, reader, pool):
     met = source.describe()
     reader.meet(met)
     ticket = source.offer([1, 2], 60)
@@ -237,7 +235,7 @@ def test_a_description_without_a_right_connection_is_refused(source, reader):
     assert reader.meet(source.describe()) == "source"
 
 
-def test_who_only_reads_offers_nothing(options, pool, reader):
+def test_a_read_only_peer_offers_nothing(options, pool, reader):
     block = pool.allocator.allocate()
     if options:
         with pytest.raises(ValueError, match="only reads"):

@@ -97,7 +97,7 @@ def ended(transfer):
 
 
 @pytest.mark.parametrize("reused", [[], [0], [3], [5], [1, 4], [0, 1, 2, 3, 4, 5]])
-def test_tokens_are_the_same_whatever_has_failed_to_load(workers, alone, reused):
+def test_tokens_are_the_same_for_any_failed_pages(workers, alone, reused):
     prefill, decode = workers
     assert prefill.generate(PROMPT, 1) == (alone[:1], len(PROMPT))
     ticket = prefill.offer(PROMPT, seconds=0).ticket
@@ -112,14 +112,14 @@ def test_tokens_are_the_same_whatever_has_failed_to_load(workers, alone, reused)
     found = min(reused, default=5) * BLOCK_SIZE  # the last token, and so its block, is always computed
     tokens, fed = decode.generate(PROMPT, 12)
     assert tokens == alone
-    assert fed == len(PROMPT) + 11 - found, "what was loaded is not computed again"
+    assert fed == len(PROMPT) + 11 - found, "loaded blocks were computed again"
     assert decode.cache.cached_tokens(PROMPT) == len(PROMPT)
     decode.scheduler.check()
     decode.cache.check()
     prefill.allocator.free(theirs)
 
 
-def test_a_page_that_nobody_checked_changes_the_tokens(workers, alone):
+def test_an_unchecked_page_changes_the_tokens(workers, alone):
     prefill, decode = workers
     prefill.generate(PROMPT, 1)
     ticket = prefill.offer(PROMPT, seconds=0).ticket
@@ -134,7 +134,7 @@ def test_a_page_that_nobody_checked_changes_the_tokens(workers, alone):
     prefill.allocator.free(theirs)
 
 
-def test_bytes_that_come_late_change_no_token_of_what_is_computed_instead(workers, alone):
+def test_late_bytes_change_no_recomputed_token(workers, alone):
     prefill, decode = workers
     prefill.generate(PROMPT, 1)
     lease = prefill.offer(PROMPT)
@@ -153,11 +153,11 @@ def test_bytes_that_come_late_change_no_token_of_what_is_computed_instead(worker
         decode.transfer.poll()  # half a page arrives
     assert list(sequence.output_tokens) == alone
     assert decode.transfer.references() == []
-    assert decode.runner.pool.page(blocks[0]).any(), "the bytes have come"
+    assert decode.runner.pool.page(blocks[0]).any(), "no bytes arrived"
     prefill.transfer.withdraw(lease)
 
 
-def test_a_reader_that_is_full_evicts_for_what_it_reads_and_what_it_runs(workers, alone):
+def test_a_full_reader_evicts_for_reads_and_for_running_requests(workers, alone):
     prefill, decode = workers
     for number in range(4):
         decode.generate([number * 30 + place for place in range(28)], 4)
