@@ -24,15 +24,9 @@ LIMITS = {
     ".ci": 7.0,
     "pagepool": 5.0,
     "pagepool/attention": 4.0,
-    "pagepool/cli": 9.0,
     "pagepool/cluster": 13.0,
     "pagepool/csrc": 16.0,
-    "pagepool/engine": 6.0,
     "pagepool/integrations": 19.0,
-    "pagepool/reference": 7.0,
-    "pagepool/replay": 4.0,
-    "pagepool/scheduling": 4.0,
-    "pagepool/serve": 12.0,
     "pagepool/transfer": 22.0,
 }
 FEWEST_WORDS = 200  # a folder with fewer words is counted with the folder above it

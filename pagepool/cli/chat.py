@@ -1,4 +1,4 @@
-"""`pagepool generate --chat`: a conversation with a model on the terminal."""
+"""`pagepool generate --chat`: chat with a model in the terminal."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ RESET = "/reset"
 
 
 class Chat:
-    """A conversation: reads one message per line and streams the answers.
+    """Reads one message per line and streams the answers.
 
-    engine      runs the model
-    submit      hands the tokens of a conversation to the engine; raises ValueError for a prompt that it cannot run
-    name        of the model, for messages
-    system      text of the system message, or None
-    new_tokens  room that an answer gets as long as there are older turns to drop for it
+    Parameters
+    ----------
+    engine : Engine
+        Runs the model.
+    submit : callable
+        Submits the tokens of a conversation to the engine. Raises ValueError if the engine refuses them.
+    name : str
+        Name of the model, for messages.
+    system : str or None
+        Text of the system message.
+    new_tokens : int
+        Room for an answer, in tokens. Older turns are dropped to make this room.
     """
 
     def __init__(
@@ -42,13 +49,13 @@ class Chat:
     ) -> None:
         require("--chat", "transformers", "jinja2")
         if getattr(engine.tokenizer, "chat_template", None) is None:
-            raise UsageError(f"{name}: its tokenizer has no chat template: --chat needs one")
+            raise UsageError(f"{name}: --chat needs a tokenizer with a chat template")
         self._engine, self._submit, self._name, self._new_tokens = engine, submit, name, new_tokens
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._turns: list[list[dict[str, str]]] = []  # each a message of the user and the answer
+        self._turns: list[list[dict[str, str]]] = []  # pairs: the user's message and the answer
 
     def run(self) -> None:
-        """Talk until the input ends."""
+        """Answer messages until the input ends."""
         if sys.stdin.isatty():
             with suppress(ImportError):  # gives `input` line editing and a history
                 import_module("readline")
@@ -61,7 +68,7 @@ class Chat:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line of standard input; None at its end."""
+        """Return the next line of standard input, or None at its end."""
         if not sys.stdin.isatty():
             line = sys.stdin.readline()
             return line.rstrip("\n") if line else None
@@ -102,7 +109,7 @@ class Chat:
         )
 
     def _fit(self, message: dict[str, str]) -> tuple[list[list[dict[str, str]]], list[int]]:
-        """The latest turns that leave room for an answer to this message, and the tokens of the conversation."""
+        """Drop old turns until the answer has room. Returns the kept turns and the tokens of the conversation."""
         room = self._engine.max_new_tokens(0) - self._new_tokens
         turns = self._turns
         while True:
@@ -114,5 +121,5 @@ class Chat:
 
 
 def say(line: str) -> None:
-    """Print a message that is not part of the conversation, on standard error."""
+    """Print a message of the program itself on standard error."""
     print(f"pagepool: {line}", file=sys.stderr, flush=True)

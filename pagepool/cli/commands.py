@@ -26,20 +26,35 @@ INTERRUPTED = 130
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line that points to --help, in place of the whole usage."""
+    """Reports an error in one line that points to --help. argparse would print the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"pagepool: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 1 for a failed replay, 2 for bad input, 130 for Ctrl-C.
+    """Run the command line.
 
-    Errors are one line on stderr. For --help and for options that argparse refuses, SystemExit is raised as usual.
+    Errors are printed as one line on stderr.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        Default: `sys.argv[1:]`.
+
+    Returns
+    -------
+    int
+        Exit code: 0 for success, 1 if the command failed, 2 for bad input, 130 for Ctrl-C.
+
+    Raises
+    ------
+    SystemExit
+        For --help, --version and options that argparse refuses.
     """
     if sys.stderr is None or is_closed(sys.stderr):
-        sys.stderr = open(os.devnull, "w")  # the parent process has closed it; print would use stdout instead
-    if sys.stdout is not None:  # None: the parent process has closed it; tables are left out
+        sys.stderr = open(os.devnull, "w")  # the parent process has closed it; print would write to stdout instead
+    if sys.stdout is not None:  # None if the parent process has closed it: no tables are printed then
         try:
             check_writable(STDOUT)
         except UsageError as error:
@@ -51,11 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay_options.add_arguments(commands.add_parser("replay", help=summary, description=summary, allow_abbrev=False))
     summary = "Make a trace from prompts with token ids. The trace holds no token ids."
     record.add_arguments(commands.add_parser("record", help=summary, description=summary, allow_abbrev=False))
-    summary = "Write on from prompts, or chat, with a model of transformers over pagepool's pages."
+    summary = "Generate text from prompts, or chat, with a model of transformers over pagepool's pages."
     generate.add_arguments(commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False))
-    summary = "Serve a model of transformers over pagepool's pages to OpenAI's clients."
+    summary = "Serve a model of transformers over pagepool's pages to OpenAI clients."
     serve.add_arguments(commands.add_parser("serve", help=summary, description=summary, allow_abbrev=False))
-    summary = "Print the compiler's flags for programs in C and Cython that use pagepool."
+    summary = "Print the compiler flags for C and Cython programs that use pagepool."
     config.add_arguments(commands.add_parser("config", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -66,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _every_name_printable() -> Iterator[None]:
-    """Characters that the terminal's encoding lacks are printed as escapes, as on stderr."""
+    """Print characters that the terminal's encoding lacks as escapes, as Python does on stderr."""
     stream = sys.stdout if isinstance(sys.stdout, io.TextIOWrapper) else None
     before = None
     if stream is not None:
@@ -98,7 +113,7 @@ def _run(chosen: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, "interrupted")
     except BrokenPipeError:
-        drop_output()  # its reader has left
+        drop_output()  # the reader of the pipe has closed it
         return FAILED
     except (TraceError, UsageError, OSError) as error:
         return _fail(BAD_INPUT, str(error))

@@ -1,4 +1,4 @@
-"""`pagepool config`: the flags with which a C compiler finds pagepool's headers and its static library."""
+"""`pagepool config`: compiler flags for pagepool's headers and its static library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the flags that were asked for, quoted for a shell; all of them if neither option was given."""
+    """Print the requested flags, quoted for a shell. Without an option, print all flags."""
     both = not (options.cflags or options.libs)
     flags = [f"-I{get_include()}"] if options.cflags or both else []
     if options.libs or both:

@@ -1,4 +1,4 @@
-"""`pagepool generate`: writes on from prompts, or chats, with a model over pagepool's pages."""
+"""`pagepool generate`: generate text from prompts, or chat, with a model over pagepool's pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagepool.cli.model_options import add_model_arguments, memory_of, model_dir
 from pagepool.cli.output import STDOUT, check_writable, written_to
 from pagepool.cli.usage import UsageError, between, file_name
 
-if TYPE_CHECKING:  # other commands need not wait for these
+if TYPE_CHECKING:  # imported late: other commands start faster without them
     from pagepool.engine import Engine
     from pagepool.engine.generation import Generation
 
@@ -33,34 +33,32 @@ FAILED = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pagepool generate`."""
     add = parser.add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="texts to write on from; they run together")
-    add("--file", type=file_name, metavar="FILE", help="more prompts, one a line, in UTF-8; - is standard input")
-    add("--chat", action="store_true", help="talk to the model, one message per line; needs a chat template")
-    add("--system", metavar="TEXT", help="with --chat, what the conversation begins with")
+    add("prompts", nargs="*", metavar="PROMPT", help="texts to continue; all of them run in one batch")
+    add("--file", type=file_name, metavar="FILE", help="more prompts, one per line, in UTF-8; -: standard input")
+    add("--chat", action="store_true", help="chat with the model, one message per line; needs a chat template")
+    add("--system", metavar="TEXT", help="system message of the conversation, with --chat")
     add(
         "--max-new-tokens",
         type=between(1, MAX_NEW_TOKENS),
         metavar="N",
-        help=f"the most tokens of a text; default: {DEFAULT_NEW_TOKENS}, or what the model has room for",
+        help=f"most tokens of a text; default: {DEFAULT_NEW_TOKENS}, or fewer if the model has less room",
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
-    add("--top-k", type=between(0, MAX_NEW_TOKENS), default=0, metavar="K", help="draw from the K most likely tokens")
-    add(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the most likely that have the share P together"
-    )
-    add("--seed", type=between(0, 2**63), metavar="N", help="of all prompts; default: another one each time")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end a text where this comes; may be repeated")
-    add("--json", type=file_name, metavar="FILE", help="write texts and figures as JSON; - is standard output")
+    add("--top-k", type=between(0, MAX_NEW_TOKENS), default=0, metavar="K", help="sample from the K most likely tokens")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens with total share P")
+    add("--seed", type=between(0, 2**63), metavar="N", help="seed for all prompts; default: a new seed each time")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end the text before TEXT; may be repeated")
+    add("--json", type=file_name, metavar="FILE", help="write texts and figures as JSON; -: standard output")
     add_model_arguments(parser)
     parser.epilog = "Texts go to standard output, progress and figures to standard error."
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate or chat; returns 1 when a prompt failed, else 0. Raises `UsageError` for what cannot be done."""
+    """Generate or chat. Returns 1 if a prompt failed, else 0. Raises `UsageError` if the options cannot be used."""
     if options.chat and (options.prompts or options.file or options.json):
-        raise UsageError("--chat reads messages from standard input: it goes with no prompts, --file and --json")
+        raise UsageError("--chat reads messages from standard input: it cannot be used with prompts, --file or --json")
     if options.system is not None and not options.chat:
-        raise UsageError("--system goes with --chat")
+        raise UsageError("--system needs --chat")
     prompts = [] if options.chat else read_prompts(options.prompts, options.file)
     if options.json:
         check_writable(options.json)
@@ -82,7 +80,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_prompts(prompts: list[str], file: str | None) -> list[str]:
-    """The prompts of the command line and of the file. Raises `UsageError` for none, an empty one, and no UTF-8."""
+    """Return the prompts of the command line and the file.
+
+    Raises `UsageError` without a prompt, for an empty prompt, and for a file that cannot be read or is not UTF-8.
+    """
     found = list(prompts)
     if file is not None:
         try:
@@ -93,11 +94,11 @@ def read_prompts(prompts: list[str], file: str | None) -> list[str]:
             try:
                 text = line.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise UsageError(f"{file}: line {number} is not UTF-8, from byte {error.start} on") from None
+                raise UsageError(f"{file}: line {number} is not UTF-8: byte {error.start} is invalid") from None
             if text:
                 found.append(text)
     if not found:
-        raise UsageError(f"{file}: it has no prompts" if file else "there is no prompt: give one, or --file, or --chat")
+        raise UsageError(f"{file}: the file has no prompts" if file else "no prompt: give one, --file or --chat")
     for number, prompt in enumerate(found, 1):
         if not prompt:
             raise UsageError(f"prompt {number} is empty")
@@ -105,7 +106,7 @@ def read_prompts(prompts: list[str], file: str | None) -> list[str]:
 
 
 def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace) -> Generation:
-    """Hand a prompt to the engine. Raises ValueError for one that it cannot run."""
+    """Submit a prompt to the engine. Raises ValueError if the engine refuses it."""
     from pagepool.engine import SamplingParams
 
     tokens = engine.encoder.encode(prompt)
@@ -117,8 +118,8 @@ def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace)
 
 
 def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all prompts together, print their texts in order as they come, and return what came of each."""
-    running: list[Generation | str] = []  # a str: why a prompt cannot run
+    """Run all prompts in one batch. Prints their texts in order while they run; returns their results."""
+    running: list[Generation | str] = []  # a str is the reason why a prompt cannot run
     for prompt in prompts:
         try:
             running.append(submit(engine, prompt, options))
@@ -146,7 +147,7 @@ def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) ->
 
 
 def output_of(prompt: str, generation: Generation) -> dict[str, Any]:
-    """What came of a prompt that ran, for JSON."""
+    """Return the result of a prompt that ran, for JSON."""
     return {
         "prompt": prompt,
         "text": generation.text,

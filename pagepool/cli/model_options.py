@@ -1,4 +1,4 @@
-"""The arguments with which commands open an engine over a model directory."""
+"""Command-line arguments for the model, and the engine that is opened from them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require", "summary_of"]
 
 MAX_SEQUENCES = 4096
-MAX_THREADS = 256  # of decode
-# Of a checkout or an unpacked sdist; the wheel does not have it.
+MAX_THREADS = 256  # limit of `decode`
+# Part of a checkout and of an unpacked sdist, but not of the wheel.
 TINY_LLAMA = Path(__file__).parents[2] / "bench" / "tiny_llama"
 
 
@@ -32,51 +32,51 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         type=file_name,
         metavar="DIR",
-        help="a directory in transformers' format; default, in a checkout: bench/tiny_llama",
+        help="directory of a model in transformers' format; default in a checkout: bench/tiny_llama",
     )
     add(
         "--dtype",
         choices=DTYPES,
         default="auto",
-        help="of the weights; default: as they are stored, but float32 for float16",
+        help="dtype of the weights; default: as stored, but float32 for float16",
     )
     add(
         "--kv-dtype",
         choices=(*KV_DTYPES, *QUANTISED_BITS),
-        help="of the pages of keys and values; default: that of the weights",
+        help="dtype of the pages of keys and values; default: the dtype of the weights",
     )
     add(
         "--pool-bytes",
         type=size_in_bytes,
         metavar="BYTES",
-        help="size of the pool of pages, such as 512M; default: 2,048 tokens of each sequence",
+        help="size of the pool of pages, such as 512M; default: room for 2,048 tokens per sequence",
     )
     add(
         "--max-sequences",
         type=between(1, MAX_SEQUENCES),
         default=32,
         metavar="N",
-        help="the most sequences that run at a time; default: 32",
+        help="most sequences that run at the same time; default: 32",
     )
     add("--threads", type=between(1, MAX_THREADS), metavar="N", help="threads of torch and of attention; default: all")
     add(
         "--openmp",
         choices=("auto", "spin", "sleep"),
         default="auto",
-        help="what torch's worker threads do between two loops: look for work, or sleep; default: auto, by other load",
+        help="how idle torch threads wait: spin or sleep; auto (default) chooses by the load of the machine",
     )
-    add("--no-prefix-cache", action="store_true", help="compute every prompt from its beginning")
+    add("--no-prefix-cache", action="store_true", help="do not cache prefixes: compute every prompt from its beginning")
     add(
         "--store",
         type=file_name,
         metavar="DIR",
-        help="keep prefixes in this directory, for restarts, reboots and more of them than memory holds",
+        help="keep cached prefixes in this directory: they survive restarts and can exceed the memory",
     )
-    add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="the most that --store takes for a model, as 20G")
+    add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="most bytes of --store for a model, such as 20G")
 
 
 def require(command: str, extra: str, *modules: str) -> None:
-    """Raise `UsageError` where one of the modules of an extra is not installed."""
+    """Raise `UsageError` if a module of an extra is not installed."""
     for module in modules:
         try:
             import_module(module)
@@ -87,25 +87,25 @@ def require(command: str, extra: str, *modules: str) -> None:
 
 
 def model_directory(name: str | None) -> Path:
-    """The directory of a model; without a name that of the tiny Llama. Raises `UsageError` where that is missing."""
+    """Return the directory of a model. Without a name: the tiny Llama. Raises `UsageError` if that is missing."""
     if name is not None:
         return Path(name)
     if not (TINY_LLAMA / "model.safetensors").is_file():
         raise UsageError(
-            "there is no model: give one with --model DIR; a checkout of pagepool has a tiny one in bench/tiny_llama"
+            "no model: give one with --model DIR. A checkout of pagepool has a tiny one in bench/tiny_llama"
         )
     return TINY_LLAMA
 
 
 def open_engine(options: argparse.Namespace, command: str) -> Engine:
-    """Load the model and open an engine with it. Raises `UsageError` with one sentence where that cannot be."""
+    """Load the model and open an engine with it. Raises `UsageError` if this fails."""
     folder = model_directory(options.model)
     require(command, "transformers", "torch", "transformers")
-    from pagepool.engine import Engine  # other commands need not wait for it
+    from pagepool.engine import Engine  # imported late: other commands start faster without it
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if options.pool_bytes is not None and options.pool_bytes > memory:
-        raise UsageError(f"--pool-bytes asks for {options.pool_bytes} bytes, the machine has {memory}")
+        raise UsageError(f"--pool-bytes must be at most the machine's {memory} bytes, not {options.pool_bytes}")
     weights = open_store_folder(folder, options)
     if options.threads is not None:
         import_module("torch").set_num_threads(options.threads)
@@ -134,15 +134,15 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
 def open_store_folder(model: Path, options: argparse.Namespace) -> str | None:
     """Make the directory of the store; return the digest of the model's weights, or None without a store.
 
-    The directory remembers the digests of files that have not changed. Raises `UsageError` where it cannot be made or
-    an argument is missing.
+    The directory also keeps the digests of unchanged files. Raises `UsageError` if it cannot be made or an argument is
+    missing.
     """
     if options.store is None and options.store_bytes is None:
         return None
     if options.store is None or options.store_bytes is None:
-        raise UsageError("--store and --store-bytes go together")
+        raise UsageError("--store and --store-bytes must be used together")
     if options.no_prefix_cache:
-        raise UsageError("--store keeps the prefixes of the prefix cache: it does not go with --no-prefix-cache")
+        raise UsageError("--store keeps the prefixes of the prefix cache: it cannot be used with --no-prefix-cache")
     try:
         store = Path(options.store)
         store.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def open_store_folder(model: Path, options: argparse.Namespace) -> str | None:
 
 
 def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
-    """Lines about the model, the threads and the memory, for the person who has started a server."""
+    """Return the lines that a server prints at its start: model, threads and memory."""
     runner, cpu = engine.runner, cpu_info()
     model = runner.model
     parameters = sum(weight.numel() for weight in model.parameters())
@@ -181,7 +181,7 @@ def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
 
 
 def memory_of(engine: Engine) -> dict[str, Any]:
-    """Bytes: the most that pages had, what the pool has room for, and the most that the process had."""
+    """Return sizes in bytes: the peak of the pages, the capacity of the pool, and the peak of the process."""
     resource = import_module("resource")
     pool = engine.runner.pool
     peak = room = 0

@@ -1,4 +1,4 @@
-"""Where results go: tables on standard output, and files, of which `-` is standard output."""
+"""Output of the commands: tables on standard output, and files. The file name `-` means standard output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ STDOUT = "-"
 
 
 def is_closed(stream: Any) -> bool:
-    """Whether a stream is closed or its buffer detached. None is not closed."""
+    """Return true if a stream is closed or its buffer is detached. False for None."""
     try:
         return bool(getattr(stream, "closed", False))
-    except ValueError:  # a detached stream answers no question
+    except ValueError:  # every attribute of a detached stream raises it
         return True
 
 
 def check_writable(name: str) -> None:
-    """Raise `UsageError` before the work for a file that could not be written after it."""
+    """Raise `UsageError` if a file cannot be written. Called before the work, so that no results are lost."""
     path = Path(name)
     if name == STDOUT:
         reason = 0 if sys.stdout is not None and not is_closed(sys.stdout) else errno.EBADF
@@ -44,9 +44,9 @@ def check_writable(name: str) -> None:
 
 @contextmanager
 def written_to(name: str) -> Iterator[None]:
-    """A context that writes to a file: an `OSError` becomes a `UsageError` with the file's name.
+    """Turn an `OSError` in the body into a `UsageError` with the file's name.
 
-    `BrokenPipeError` stays: the reader of standard output has left.
+    `BrokenPipeError` is not changed: the reader of standard output has closed it.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def written_to(name: str) -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Drop what standard output has buffered, so that Python does not fail once more when it flushes at exit."""
+    """Drop the buffer of standard output. Otherwise Python would fail again when it flushes the buffer at exit."""
     with suppress(AttributeError, OSError, ValueError):  # None, not a file, or closed: nothing is buffered
         stream = sys.stdout
         file = stream.fileno()
@@ -80,9 +80,9 @@ def _cannot(name: str, reason: int) -> UsageError:
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: str = "") -> None:
-    """Print a table on stdout, with rich on a terminal where it is installed, else in plain text.
+    """Print a table on stdout. A terminal gets rich's format if rich is installed, other outputs get plain text.
 
-    The first column is aligned to the left, the others to the right. An empty `header` is left out.
+    The first column is aligned to the left, all other columns to the right. An empty `header` is not printed.
     """
     if sys.stdout is None:
         return  # the parent process has closed it
@@ -102,7 +102,7 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], foote
 
 
 def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> bool:
-    """Print the table with rich. Returns False where rich is not installed or would cut numbers to fit the terminal."""
+    """Print the table with rich. Returns False if rich is missing or would truncate numbers to fit the terminal."""
     try:
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
@@ -110,7 +110,7 @@ def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], foot
         from rich.text import Text
     except ImportError:
         return False
-    # Texts, not markup: a trace's name may hold brackets.
+    # `Text` instead of str: rich reads brackets in a str as markup.
     caption = Text(footer) if footer else None
     table = Table(title=Text(title), caption=caption, show_header=bool(header), box=SIMPLE_HEAD, title_justify="left")
     for index in range(len(rows[0]) if rows else len(header)):

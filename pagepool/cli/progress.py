@@ -1,4 +1,4 @@
-"""How far a replay is, on stderr: a bar on a terminal where rich is installed, else a line every two seconds."""
+"""Progress of a replay on stderr: a bar on a terminal with rich, otherwise a line every two seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAR_SECONDS = 0.1
 
 
 class Progress:
-    """A context manager that shows how many of `total` requests are done, over all passes where there are several.
+    """A context manager that shows how many of `total` requests are done. `total` counts the requests of all passes.
 
     Call it with the replay after each step, or call `update`. A replay of less than two seconds prints no line.
     """
@@ -48,7 +48,7 @@ class Progress:
         self.update(totals.finished + totals.refused, state)
 
     def update(self, done: int, state: str) -> None:
-        """Show that `done` requests are done, and `state`, unless the last update was just now."""
+        """Show the number of finished requests and `state`. Does nothing if the last update was very recent."""
         now = monotonic()
         if now < self._next:
             return
@@ -61,7 +61,7 @@ class Progress:
 
 
 def _bar(total: int) -> Any:
-    """A progress bar of rich with one task, or None where rich is not installed."""
+    """Return a progress bar of rich with one task, or None if rich is not installed."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -1,4 +1,4 @@
-"""`pagepool record`: makes a trace from prompts with token ids, JSON lines as benchmarks and engines write them."""
+"""`pagepool record`: make a trace from JSON lines with token ids of prompts, as benchmarks and engines write them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["add_arguments", "run"]
 
 PROMPTS = ("input_tok_ids", "prompt_token_ids", "input_ids", "prompt_tokens", "tokens")
 OUTPUTS = ("output_tok_ids", "output_token_ids", "output_ids", "output_tokens", "output_toks", "output_len")
-# Seconds of one unit.
+# Seconds per unit of each key.
 ARRIVALS = {
     "arrival_time_ns": 1e-9,
     "arrival_us": 1e-6,
@@ -32,8 +32,8 @@ SALTS = ("cache_salt", "tenant")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pagepool record`."""
     add = parser.add_argument
-    add("input", metavar="JSONL", help="an object a line with the token ids of a prompt, plain or .xz")
-    add("output", metavar="TRACE", help="the ptrace-1 file to write, packed when it ends with .xz; must not exist")
+    add("input", metavar="JSONL", help="one JSON object per line with the token ids of a prompt; plain or .xz")
+    add("output", metavar="TRACE", help="new ptrace-1 file; compressed if its name ends with .xz; must not exist")
     add(
         "--block",
         type=int,
@@ -44,23 +44,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", default=None, help="name of the trace; default: the name of the input")
     add("--licence", default="unknown", help="licence of the trace; default: unknown")
     parser.epilog = (
-        f"The prompt is the first of {', '.join(PROMPTS)} that the object has; the output, token ids or their number, "
-        f"the first of {', '.join(OUTPUTS)}, else 0; the arrival the first of {', '.join(ARRIVALS)}, else 0 (timestamp "
-        f"is in milliseconds, the last two are in seconds). Prompts with different {' or '.join(SALTS)} share no "
-        "blocks. The trace holds no token ids."
+        f"The prompt is the first of these keys of the object: {', '.join(PROMPTS)}. The output is the first of "
+        f"{', '.join(OUTPUTS)}: token ids or their number; default 0. The arrival is the first of "
+        f"{', '.join(ARRIVALS)}; default 0. timestamp is in milliseconds, the last two are in seconds. Prompts with "
+        f"different {' or '.join(SALTS)} share no blocks. The trace contains no token ids."
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert the file and return the number of requests.
 
-    Raises `TraceError`, `UsageError`, `OSError`; no output is left then.
+    If this raises `TraceError`, `UsageError` or `OSError`, no output file is left.
     """
     target = Path(options.output)
     if not 0 <= options.block <= MAX_BLOCK:
         raise UsageError(f"--block must be from 0 to {MAX_BLOCK}, not {options.block}")
     if target.exists():
-        raise UsageError(f"{target} exists; give another name")
+        raise UsageError(f"{target} already exists: give another name")
     name = options.name or Path(options.input).name.split(".")[0] or "recorded"
     if not all(len(text) <= 200 and text.isprintable() for text in (name, options.licence)):
         raise UsageError("--name and --licence must be printable texts of at most 200 characters")
@@ -71,13 +71,13 @@ def run(options: argparse.Namespace) -> int:
                 for line in lines:
                     _request(recorder, parse(line))
         if not recorder.num_requests:
-            raise UsageError(f"{options.input}: has no requests")
+            raise UsageError(f"{options.input}: the file has no requests")
         if target.suffix == ".xz":
             packed = Path(folder) / "packed"
             with lzma.open(packed, "wb") as stream:
                 stream.write(plain.read_bytes())
             plain = packed
-        # A link fails where another process has made the file meanwhile; a rename would replace it.
+        # If another process has made the target meanwhile, a link fails. A rename would replace that file.
         os.link(plain, target)
     return recorder.num_requests
 
@@ -87,7 +87,7 @@ def _request(recorder: TraceRecorder, request: Any) -> None:
         raise Fault(f"a request must be an object, not {short(request)}")
     prompt = _first(request, PROMPTS)
     if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
-        raise Fault(f"the prompt must be a list of token ids, under one of {', '.join(PROMPTS)}")
+        raise Fault(f"the prompt must be a list of token ids under one of the keys {', '.join(PROMPTS)}")
     output = _first(request, OUTPUTS) or 0
     if isinstance(output, list):
         output = len(output)

@@ -1,4 +1,4 @@
-"""`pagepool replay`: from arguments to results, under the virtual clock or through the prefix cache alone."""
+"""`pagepool replay`: replay a trace with the virtual clock, or through the prefix cache alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOT_WITH_WORKERS = ("attend", "reference", "plot", "html")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The numbers, for JSON; the function that prints them as a table; the picture, empty without --plot and --html."""
+    """Results of a replay: numbers for JSON, the function that prints them, and the picture for --plot and --html."""
 
     numbers: dict[str, Any]
     show: Callable[[dict[str, Any]], None]
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def bundled_trace() -> Path:
-    """The trace that comes with the package: the first 2,000 requests of azure2023_conv."""
+    """Return the path of the trace in the package: the first 2,000 requests of azure2023_conv."""
     return Path(__file__).parent.parent / "data" / "azure2023_conv_head.ptrace.xz"
 
 
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     files = {name: getattr(options, name) for name in ("json", "plot", "html") if getattr(options, name)}
     streamed = [f"--{name}" for name, file in files.items() if file == STDOUT]
     if len(streamed) > 1:
-        raise UsageError(f"{' and '.join(streamed)} cannot both be standard output; name a file for one of them")
+        raise UsageError(f"{' and '.join(streamed)} cannot both be standard output: give a file for one of them")
     for file in files.values():
         check_writable(file)
     if options.plot:
@@ -81,17 +81,19 @@ def _check_plot() -> None:
     try:
         plot.load()
     except ImportError as error:
-        raise UsageError(f"--plot needs matplotlib, which is not installed ({error}); --html needs nothing") from None
+        raise UsageError(
+            f"--plot needs matplotlib, which is not installed ({error}); --html works without it"
+        ) from None
 
 
 def _write(name: str, outcome: Outcome, file: str) -> None:
-    """Write one of the results, by the name of its option, to a file or to standard output."""
+    """Write the result of an option (`json`, `html` or `plot`) to a file or to standard output."""
     if name == "plot":
         plot.draw(outcome.picture, sys.stdout.buffer if file == STDOUT else file)
         return
     text = picture.page(outcome.picture) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
     if file == STDOUT and hasattr(sys.stdout, "buffer"):
-        sys.stdout.buffer.write(text.encode())  # the page declares UTF-8, whatever the terminal's encoding is
+        sys.stdout.buffer.write(text.encode())  # always UTF-8, as the page declares
     elif file == STDOUT:
         sys.stdout.write(text)  # a caller's io.StringIO
     else:
@@ -100,7 +102,7 @@ def _write(name: str, outcome: Outcome, file: str) -> None:
 
 @contextmanager
 def _as_usage_errors(path: str | Path) -> Iterator[None]:
-    """Turn a `ValueError` into a `UsageError`, with the name of the trace where the trace is at fault."""
+    """Turn a `ValueError` into a `UsageError`. The message names the trace if the trace is wrong."""
     try:
         yield
     except PassError as error:
@@ -110,37 +112,37 @@ def _as_usage_errors(path: str | Path) -> Iterator[None]:
 
 
 def _check_workers(options: argparse.Namespace) -> None:
-    """Raise `UsageError` for options that need `--workers`, and for those that do not go with it."""
+    """Raise `UsageError` for options that need `--workers`, and for options that cannot be used with it."""
     if options.workers and options.clock == "none":
         raise UsageError("--workers needs the virtual clock")
     for option in NOT_WITH_WORKERS if options.workers else NEEDS_WORKERS:
         value = getattr(options, option)
-        if value is not None and value is not False:  # 0 is a value
-            needs = "does not go with" if options.workers else "needs"
+        if value is not None and value is not False:  # 0 counts as given
+            needs = "cannot be used with" if options.workers else "needs"
             raise UsageError(f"--{option.replace('_', '-')} {needs} --workers")
 
 
 def _check_clock(options: argparse.Namespace) -> None:
-    """Raise `UsageError` for options that the virtual clock does not go with."""
+    """Raise `UsageError` for options that cannot be used with the virtual clock."""
     for option in NEEDS_NO_CLOCK:
         if getattr(options, option):
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
     if options.policy and (len(options.policy) > 1 or BELADY in options.policy):
-        raise UsageError("several policies, and belady, need --clock none")
+        raise UsageError("--policy with several policies or belady needs --clock none")
 
 
 def _run_workers(options: argparse.Namespace) -> Outcome:
-    """Many workers under the virtual clock: a run for each route."""
+    """Replay with several workers and the virtual clock, once for each route."""
     _check_clock(options)
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=True)
     if not trace.block:
-        raise UsageError(f"{path}: the trace names no prefix blocks, which --workers needs")
+        raise UsageError(f"{path}: the trace has no prefix blocks, which --workers needs")
     blocks = _num_blocks(trace, options)
     link = Link(*options.link) if options.link else None
     policy = options.policy[0] if options.policy else "gittins"
     if policy in PLAIN_POLICIES:
-        raise UsageError(f"--policy {policy} does not go with --workers; with them: {', '.join(POLICIES)}")
+        raise UsageError(f"--policy {policy} cannot be used with --workers; use one of {', '.join(POLICIES)}")
     routes = options.route or ["cost"]
     clusters: list[Cluster] = []
     with Progress(len(trace) * len(routes)) as progress:
@@ -160,7 +162,7 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
 
 
 def _run_replay(options: argparse.Namespace) -> Outcome:
-    """The whole scheduler, under the virtual clock."""
+    """Replay with the scheduler and the virtual clock."""
     _check_clock(options)
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=bool(options.policy))
@@ -177,14 +179,14 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
 
 
 def _num_blocks(trace: Trace, options: argparse.Namespace) -> int:
-    """Blocks of a pool: as many as the longest request needs, and `DEFAULT_BLOCKS` at least."""
-    # A request for no output still gets one token.
+    """Return the number of blocks of a pool: enough for the longest request, at least `DEFAULT_BLOCKS`."""
+    # A request without output tokens still generates one.
     needed = -(-(trace.longest() + 1) // (options.block_size or DEFAULT_BLOCK_SIZE))
     return max(DEFAULT_BLOCKS, needed) if options.blocks is None else int(options.blocks)
 
 
 def _config(options: argparse.Namespace) -> SchedulerConfig:
-    """The scheduler's."""
+    """Return the configuration of the scheduler."""
     return SchedulerConfig(
         max_sequences=options.max_batch,
         max_batch_sequences=options.max_batch,
@@ -204,7 +206,7 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
     blocks = _num_blocks(trace, options)
     if options.blocks is None and geometry is not None:
         blocks = min(blocks, ATTEND_BYTES // geometry.layout(size).block_bytes)
-    longest = min(trace.longest() + 1, blocks * size)  # longer ones are refused
+    longest = min(trace.longest() + 1, blocks * size)  # longer requests are refused
     config = _config(options)
     attention = None
     if geometry is None:
@@ -228,11 +230,11 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
 
 
 def _run_passes(options: argparse.Namespace) -> Outcome:
-    """The prefix cache alone: a pass for each policy and capacity."""
+    """Send the prompts through the prefix cache alone, once for each policy and capacity."""
     if options.attend or options.blocks is not None:
-        raise UsageError("--attend and --blocks do not go with --clock none; --capacity bounds the prefix cache")
+        raise UsageError("--attend and --blocks cannot be used with --clock none: use --capacity")
     if options.compare and options.policy:
-        raise UsageError("--policy and --compare both name policies; give one of them")
+        raise UsageError("--policy and --compare cannot be used together: both choose the policies")
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=True)
     memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
@@ -240,10 +242,10 @@ def _run_passes(options: argparse.Namespace) -> Outcome:
         prompts = Prompts(trace, options.block_size, in_order(trace, options.users))
     policies = options.compare or options.policy or ["lru"]
     if BELADY in policies and options.hybrid:
-        raise UsageError("belady does not go with --hybrid: it is a bound for hits, not for states")
+        raise UsageError("belady cannot be used with --hybrid: it bounds the hits of blocks, not of states")
     drawn = bool(options.plot or options.html)
     capacities: list[int | None] = options.capacity or [None]
-    # The axis of a picture is capacity, with --hybrid bytes of states.
+    # The horizontal axis of a picture is the capacity. With --hybrid it is the bytes of states.
     if not options.capacity and (options.compare or (drawn and not options.hybrid)):
         capacities = [*_doubling_to(prompts.most_ids)]
     if options.hybrid:
@@ -277,5 +279,5 @@ def _run_hybrid(
 
 
 def _doubling_to(blocks: int) -> list[int]:
-    """Eight capacities, each twice the one before, up to `blocks`."""
+    """Return up to eight capacities; each is twice the one before, and the last is `blocks`."""
     return sorted({max(1, blocks >> shift) for shift in range(8)})

@@ -15,7 +15,7 @@ from pagepool.replay.passes import BELADY, PLAIN_POLICIES
 
 __all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "add_arguments"]
 
-# Just below what the bundled hour needs at its peaks, so that requests wait for blocks and some are preempted.
+# Slightly less than the peak need of the bundled trace, so that requests wait for blocks and some are preempted.
 DEFAULT_BLOCKS = 3072
 DEFAULT_BLOCK_SIZE = 16
 NAMES = (*POLICIES, *PLAIN_POLICIES)
@@ -50,7 +50,7 @@ def _route(text: str) -> str:
 
 
 def _link(text: str) -> tuple[float, int]:
-    """GB/s and microseconds."""
+    """Parse GB per second and microseconds."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?),([0-9]{1,12})", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text[:24]!r} is not a link such as 12.5,100: GB per second, microseconds")
@@ -64,20 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=file_name,
         metavar="TRACE",
-        help="a ptrace-1 file, plain or .xz; default: the bundled first 2,000 requests of an hour at Azure",
+        help="a ptrace-1 file, plain or .xz; default: the bundled trace, 2,000 requests of Azure's 2023 chat trace",
     )
     parser.add_argument("--requests", type=between(1, MAX_BLOCKS), metavar="N", help="only the first N requests")
     parser.add_argument(
         "--clock",
         choices=("virtual", "none"),
         default="virtual",
-        help="virtual (default): the whole scheduler; none: prompts through the prefix cache alone, one after the "
-        "other, for traces with prefix blocks",
+        help="virtual (default): run the whole scheduler; none: send one prompt after the other through the prefix "
+        "cache alone, for traces with prefix blocks",
     )
     parser.add_argument(
         "--reference",
         action="store_true",
-        help="allocator, prefix cache, scheduler and attention in plain Python, to compare; slow",
+        help="use the allocator, prefix cache, scheduler and attention in plain Python, for comparison; slow",
     )
     _add_pool(parser.add_argument_group("pool and scheduler"))
     _add_attention(parser.add_argument_group("attention on real memory"))
@@ -100,14 +100,14 @@ def _add_pool(group: Any) -> None:
         "--blocks",
         type=between(1, MAX_BLOCKS),
         metavar="N",
-        help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or what the longest request needs if that is more; with "
-        "--attend at most what 2 GiB hold",
+        help=f"blocks of the pool; default: {DEFAULT_BLOCKS}, or more if the longest request needs more; with --attend "
+        "at most 2 GiB",
     )
     add(
         "--block-size",
         type=between(1, 1024),
         metavar="N",
-        help=f"tokens per block; default: {DEFAULT_BLOCK_SIZE}, with --clock none the trace's",
+        help=f"tokens per block; default: {DEFAULT_BLOCK_SIZE}, with --clock none the block size of the trace",
     )
     add("--budget", type=between(1, MAX_BUDGET), default=512, metavar="N", help="tokens per step; default: 512")
     add("--max-batch", type=between(1, MAX_BATCH), default=256, metavar="N", help="running sequences; default: 256")
@@ -126,7 +126,7 @@ def _add_attention(group: Any) -> None:
         "--attend",
         choices=sorted(GEOMETRIES),
         metavar="GEOMETRY",
-        help=f"store K/V and run decode in the shape of a model: {', '.join(GEOMETRIES)}",
+        help=f"store K/V and run decode with the shapes of a model: {', '.join(GEOMETRIES)}",
     )
 
 
@@ -136,8 +136,8 @@ def _add_prefix_cache(group: Any) -> None:
         "--policy",
         type=_several(_policy),
         metavar="NAME,...",
-        help=f"cache prefixes and evict by this policy: {', '.join(NAMES)}; with --clock none one or several "
-        "(default: lru), also belady, the bound that no policy can pass. "
+        help=f"cache prefixes and evict by this policy: {', '.join(NAMES)}. With --clock none also several, and "
+        "belady, the upper bound of all policies (default: lru). "
         f"{', '.join(PLAIN_POLICIES)} run in plain Python, as with --reference: slow",
     )
     add(
@@ -150,8 +150,8 @@ def _add_prefix_cache(group: Any) -> None:
         "--compare",
         type=_several(_policy),
         metavar="NAME,...",
-        help="with --clock none, policies side by side at each --capacity; default: eight capacities, each twice the "
-        "one before, up to all blocks",
+        help="with --clock none, compare policies at each --capacity; default: eight capacities, each twice the one "
+        "before, up to all blocks",
     )
 
 
@@ -161,8 +161,8 @@ def _add_users(group: Any) -> None:
         "--users",
         type=between(1, MAX_BATCH),
         metavar="N",
-        help="N users who take the sessions of the trace one after another; a request outside all sessions is a "
-        "session of its own. Under the virtual clock each waits for the answer and the recorded think time",
+        help="N users, each of them runs one session of the trace after the other. A request without a session is a "
+        "session of its own. With the virtual clock a user waits for the answer and for the recorded think time",
     )
 
 
@@ -172,8 +172,8 @@ def _add_hybrid(group: Any) -> None:
         "--hybrid",
         type=size_in_bytes,
         metavar="BYTES",
-        help="how many of the hits a hybrid model can use whose recurrent state has BYTES (such as 16M), with states "
-        "saved at the ends of prompts, where prompts part, and every 16,384 tokens",
+        help="count the hits that a hybrid model with recurrent states of BYTES (such as 16M) can use. States are "
+        "saved at the ends of prompts, where prompts differ, and every 16,384 tokens",
     )
 
 
@@ -183,26 +183,26 @@ def _add_workers(group: Any) -> None:
         "--workers",
         type=between(1, MAX_WORKERS),
         metavar="N",
-        help="N engines under one clock, each with a pool of --blocks and a prefix cache (default: gittins)",
+        help="N engines with one clock, each with a pool of --blocks and a prefix cache (default policy: gittins)",
     )
     add(
         "--route",
         type=_several(_route),
         metavar="NAME,...",
-        help=f"which worker gets a request: {', '.join(ROUTES)}; a run for each; default: cost",
+        help=f"how the worker of a request is chosen: {', '.join(ROUTES)}; one run for each; default: cost",
     )
     add(
         "--staleness",
         type=between(0, MAX_MICROSECONDS),
         metavar="US",
-        help="microseconds until the router hears what a step has changed; default: 0",
+        help="microseconds until the router learns about the changes of a step; default: 0",
     )
     add(
         "--link",
         type=_link,
         metavar="GBPS,US",
-        help="move pages from another worker where that takes less time than to compute them: GB in a second, and "
-        "microseconds for each transfer",
+        help="move pages from another worker if this takes less time than computing them: GB per second, and "
+        "microseconds per transfer",
     )
 
 
@@ -212,14 +212,14 @@ def _add_output(group: Any) -> None:
         "--plot",
         type=file_name,
         metavar="FILE",
-        help="draw a PNG: pool, batches and latency over time; with --clock none the hit rate over capacity; with "
-        "--hybrid usable hits over the bytes of states and over the trace; needs matplotlib",
+        help="draw a PNG: pool, batches and latency over time. With --clock none: hit rate over capacity. With "
+        "--hybrid: usable hits over the bytes of states and over the trace. Needs matplotlib",
     )
     add("--html", type=file_name, metavar="FILE", help="the same as an interactive page that needs only a browser")
     add(
         "--json",
         type=file_name,
         metavar="FILE",
-        help="write the results as JSON. FILE may be - for standard output, here or for --plot or --html; no table is "
+        help="write the results as JSON. FILE of this option, --plot or --html may be -, standard output; no table is "
         "printed then",
     )

@@ -1,4 +1,4 @@
-"""`pagepool serve`: loads a model and serves it until a signal asks to stop."""
+"""`pagepool serve`: load a model and serve it until a signal arrives."""
 
 from __future__ import annotations
 
@@ -34,28 +34,30 @@ MAX_SECONDS = 86_400
 BACKLOG = 1024
 MAX_PRIORITY = 1 << 30
 MAX_CONNECTIONS = 1 << 20
-KEEP_ALIVE = 30  # seconds of an idle connection; clients often forget theirs after 5, and must not lose the race
-SPARE_FILES = 64  # descriptors that the process needs beside those of connections
+# Seconds until an idle connection is closed. Many clients drop theirs after 5 seconds. The server must wait longer:
+# otherwise it could close a connection while a client sends a request on it.
+KEEP_ALIVE = 30
+SPARE_FILES = 64  # file descriptors for purposes other than connections
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pagepool serve`."""
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen at; default: 127.0.0.1")
-    add("--port", type=between(0, MAX_PORT), default=8000, metavar="N", help="default: 8000; 0: any free one")
-    add("--name", metavar="NAME", help="the model's name for clients; default: the name of its directory")
+    add("--port", type=between(0, MAX_PORT), default=8000, metavar="N", help="default: 8000; 0: any free port")
+    add("--name", metavar="NAME", help="name of the model for clients; default: the name of its directory")
     add(
         "--max-prompt-tokens",
         type=between(1, MAX_TOKENS),
         metavar="N",
-        help="longer prompts get status 400; default: what the model has room for",
+        help="most tokens of a prompt, longer prompts get status 400; default: the limit of the model",
     )
     add(
         "--max-requests",
         type=between(1, MAX_REQUESTS),
         default=256,
         metavar="N",
-        help="requests that run and wait; more get status 429; default: 256",
+        help="most requests that run or wait, others get status 429; default: 256",
     )
     add(
         "--timeout",
@@ -69,23 +71,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=between(0, MAX_SECONDS),
         default=60,
         metavar="S",
-        help="seconds that requests have to end after SIGTERM or Ctrl-C; default: 60",
+        help="seconds to wait for running requests after SIGTERM or Ctrl-C; default: 60",
     )
     add(
         "--step-timeout",
         type=between(1, MAX_SECONDS),
         default=600,
         metavar="S",
-        help="seconds after which a step of the model counts as hung and the process exits; default: 600",
+        help="the process exits if one step of the model takes more seconds; default: 600",
     )
     add(
         "--max-connections",
         type=between(1, MAX_CONNECTIONS),
         default=1000,
         metavar="N",
-        help="connections at a time; more get status 503; default: 1000",
+        help="most open connections, others get status 503; default: 1000",
     )
-    add("--no-access-log", action="store_true", help="log no line for each request")
+    add("--no-access-log", action="store_true", help="do not log a line for each request")
     _add_security_arguments(parser)
     add_model_arguments(parser)
     parser.epilog = "SIGTERM and Ctrl-C close the port and let running requests end; a second signal aborts them."
@@ -98,52 +100,52 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key-file",
         type=file_name,
         metavar="FILE",
-        help="a file with a key in each line, or a tenant and its key; tenants share no cached prefixes",
+        help="a file with one key per line, or a tenant and its key; tenants share no cached prefixes",
     )
     add(
         "--allowed-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="a name in the Host header that is answered, beside IP addresses, localhost and --host; *: any",
+        help="accept this name in the Host header, in addition to IP addresses, localhost and --host; *: any name",
     )
     add(
         "--allowed-origin",
         action="append",
         default=[],
         metavar="URL",
-        help="a site whose pages may send requests, such as https://chat.example; *: any",
+        help="accept requests from the pages of this site, such as https://chat.example; *: any site",
     )
     add(
         "--priorities",
         type=_priorities,
         default=(0, 0),
         metavar="LOW:HIGH",
-        help="the priorities that requests may name; default: none",
+        help="lowest and highest priority that requests may have; default: only 0",
     )
     add("--show-cached-tokens", action="store_true", help="tell clients how many tokens of a prompt were cached")
-    add("--uds", type=file_name, metavar="PATH", help="listen at a Unix socket that its owner alone may use")
+    add("--uds", type=file_name, metavar="PATH", help="listen at a Unix socket that only its owner can use")
     add("--ssl-certfile", type=file_name, metavar="FILE", help="certificate for TLS")
-    add("--ssl-keyfile", type=file_name, metavar="FILE", help="its key; default: in --ssl-certfile")
+    add("--ssl-keyfile", type=file_name, metavar="FILE", help="key of the certificate; default: in --ssl-certfile")
 
 
 def _priorities(text: str) -> tuple[int, int]:
-    """Two whole numbers, the lower one first.
+    """Parse two whole numbers, the lower one first.
 
     >>> _priorities("-1:2")
     (-1, 2)
     """
     match = re.fullmatch("(-?[0-9]{1,10}):(-?[0-9]{1,10})", text)
     if match is None or not -MAX_PRIORITY <= int(match[1]) <= int(match[2]) <= MAX_PRIORITY:
-        sentence = f"{text[:40]!r} is not LOW:HIGH, two whole numbers from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+        sentence = f"must be LOW:HIGH, two whole numbers from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {text[:40]!r}"
         raise argparse.ArgumentTypeError(sentence)
     return int(match[1]), int(match[2])
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until a signal and return 0; return 1 when the engine has failed.
+    """Serve until a signal arrives. Returns 0, or 1 if the engine has failed.
 
-    Raises `UsageError` for a model, an address, a file or a package that cannot be used.
+    Raises `UsageError` if the model, the address, a file or a package cannot be used.
     """
     model_directory(options.model)
     require("pagepool serve", "serve", "starlette", "uvicorn", "prometheus_client", "jinja2")
@@ -175,18 +177,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 class Serving:
-    """A server whose model is loaded by a thread, while the event loop answers that it is being loaded."""
+    """A server that answers while a thread loads its model. The event loop runs in the main thread."""
 
     def __init__(self, options: argparse.Namespace, server: Any, loading: Any, keys: dict[str, str], url: str) -> None:
         self._options, self._server, self._loading, self._keys, self._url = options, server, loading, keys, url
         self._name = options.name or model_directory(options.model).resolve().name
         self._drain = server.handle_exit = Drain(server, options.drain)
         self._ended = Event()
-        self._error: BaseException | None = None  # that has ended the thread
+        self._error: BaseException | None = None  # the exception that ended the thread
         self._status = 0
 
     def run(self, sock: Any) -> int:
-        """Serve until a signal comes or the engine fails; returns the exit status. Raises what loading raised."""
+        """Serve until a signal arrives or the engine fails. Returns the exit status.
+
+        If the thread that loads the model raised an exception, this method raises it.
+        """
         say(f"pagepool {__version__}: loading {self._name}; {self._url}/health says when it is loaded")
         thread = Thread(target=self._run_engine, name="pagepool-serve")
         thread.start()
@@ -208,7 +213,7 @@ class Serving:
                     say(f"  {line}")
                 say(f"pagepool: {self._name} at {self._url}/v1")
                 watch(engine, self._server, self._options.step_timeout, self._ended)
-                self._ended.wait()  # the server reads the engine until it has ended
+                self._ended.wait()  # the server uses the engine until it has ended
                 self._status = 0 if engine.failure is None else 1
         except BaseException as error:
             self._error = error
@@ -231,12 +236,15 @@ class Serving:
 
 
 def say(line: str) -> None:
-    """Print a line for the person who has started the server."""
+    """Print a line on standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def read_keys(given: list[str], file: str | None) -> dict[str, str]:
-    """The tenant of each API key. A key without a tenant has one of its own. Raises `UsageError`, without the key."""
+    """Return the tenant of each API key. A key without a tenant gets a tenant of its own.
+
+    Raises `UsageError`. Its message never contains a key.
+    """
     lines = [("--api-key", key) for key in given]
     if file is not None:
         try:
@@ -253,19 +261,19 @@ def read_keys(given: list[str], file: str | None) -> dict[str, str]:
             words[-1].isascii() and words[-1].isprintable()
         ):
             raise UsageError(
-                f"{place}: an API key is one word of printable ASCII characters, behind its tenant or alone"
+                f"{place}: an API key must be one word of printable ASCII characters, after its tenant or alone"
             )
         key = words[-1]
         tenant = words[0] if len(words) == 2 else "key " + sha256(key.encode()).hexdigest()[:16]
         if found.setdefault(key, tenant) != tenant:
             raise UsageError(f"{place}: the key has two tenants, {found[key]!r} and {tenant!r}")
     if file is not None and not found:
-        raise UsageError(f"{file}: there is no API key in it")
+        raise UsageError(f"{file}: the file has no API keys")
     return found
 
 
 def check_certificate(certificate: str | None, key: str | None) -> None:
-    """Raises `UsageError` for files that cannot be used for TLS."""
+    """Raise `UsageError` if the files cannot be used for TLS."""
     if certificate is None:
         if key is not None:
             raise UsageError("--ssl-keyfile needs --ssl-certfile")
@@ -277,7 +285,10 @@ def check_certificate(certificate: str | None, key: str | None) -> None:
 
 
 def allowed_connections(asked: int) -> int:
-    """How many connections there may be: each needs a descriptor. Raises the process's limit of them where it can."""
+    """Return the most connections that the process can open: each one needs a file descriptor.
+
+    Changes the soft limit of file descriptors if it is too low.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = asked + SPARE_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -291,7 +302,7 @@ def allowed_connections(asked: int) -> int:
 
 @contextmanager
 def listening(options: argparse.Namespace) -> Iterator[tuple[Any, str]]:
-    """A socket that listens, and its URL. Raises `UsageError` for an address that cannot be used."""
+    """Open a listening socket and return it with its URL. Raises `UsageError` if the address cannot be used."""
     if options.uds is not None:
         with listen_at_path(options.uds) as sock:
             yield sock, f"http+unix://{options.uds}"
@@ -304,19 +315,19 @@ def listening(options: argparse.Namespace) -> Iterator[tuple[Any, str]]:
 
 @contextmanager
 def listen_at_path(path: str) -> Iterator[Any]:
-    """A Unix socket that its owner alone may use. A socket of a server that has ended is replaced."""
+    """Listen at a Unix socket that only its owner can use. Replaces the socket of a server that has ended."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise UsageError(f"{path}: cannot be served: there is a file that is no socket")
+                raise UsageError(f"{path}: cannot listen: the path is a file, not a socket")
             with socket.socket(socket.AF_UNIX) as other:
                 try:
                     other.connect(path)
                 except ConnectionRefusedError:
                     os.unlink(path)
                 else:
-                    raise UsageError(f"{path}: cannot be served: another server listens there")
+                    raise UsageError(f"{path}: cannot listen: another server uses this socket")
         before = os.umask(0o177)
         try:
             sock.bind(path)
@@ -326,7 +337,7 @@ def listen_at_path(path: str) -> Iterator[Any]:
         sock.listen(BACKLOG)
     except OSError as error:
         sock.close()
-        raise UsageError(f"{path}: cannot be served: {error.strerror or error}") from None
+        raise UsageError(f"{path}: cannot listen: {error.strerror or error}") from None
     except BaseException:
         sock.close()
         raise
@@ -340,9 +351,9 @@ def listen_at_path(path: str) -> Iterator[Any]:
 
 
 def listen(host: str, port: int) -> Any:
-    """A socket that listens. Raises `UsageError` for an address that cannot be used."""
+    """Open a listening TCP socket. Raises `UsageError` if the address cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
-        raise UsageError(f"{host}:{port}: cannot be served: {error.strerror}") from None
+        raise UsageError(f"{host}:{port}: cannot listen: {error.strerror}") from None

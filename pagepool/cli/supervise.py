@@ -1,4 +1,4 @@
-"""What watches a server: signals, an engine that fails or hangs, and a line of figures every ten seconds."""
+"""Supervise a server: handle signals, stop if the engine fails or hangs, log figures every ten seconds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 __all__ = ["GRACE", "Drain", "Figures", "watch"]
 
-POLL = 0.25  # seconds between two looks at the engine
-GRACE = 2.0  # seconds that clients have to read that they were aborted
+POLL = 0.25  # seconds between two checks of the engine
+GRACE = 2.0  # seconds for clients to read the error of an aborted request
 INTERVAL = 10.0  # seconds between two lines of figures
 logger = logging.getLogger("pagepool")
 
 
 class Drain:
-    """What signals do: the first waits `seconds` for the requests and aborts them then, a second aborts them at once.
+    """Signal handler: the first signal waits `seconds` for requests, then aborts them. A second aborts them at once.
 
-    While the model is being loaded, which is until `begin`, a signal ends the process. Python calls it in the main
+    Until `begin` the model is being loaded, and a signal ends the process. Python calls signal handlers in the main
     thread, which runs the event loop.
     """
 
@@ -32,7 +32,7 @@ class Drain:
         self._stop: Any = None
 
     def begin(self, engine: Any, stop: Any) -> None:
-        """From now on signals wait for the requests of this engine; `stop` ends them."""
+        """Make signals wait for the requests of this engine. `stop` aborts them."""
         self._stop, self._engine = stop, engine
 
     def __call__(self, number: int, frame: Any) -> None:
@@ -54,7 +54,7 @@ class Drain:
 
 
 class Figures:
-    """What an engine has done since the last line, in vLLM's words."""
+    """Log lines about an engine's work since the previous line, with the words of vLLM's log."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -62,7 +62,7 @@ class Figures:
         self._then = monotonic()
 
     def line(self) -> str | None:
-        """The line, or None when nothing has run and nothing waits."""
+        """Return the line, or None if the engine was idle."""
         now, before = self._engine.stats(), self._before
         seconds = monotonic() - self._then
         if seconds <= 0.0 or (not now["requests"] and now["ended"] == before["ended"]):
@@ -85,7 +85,7 @@ class Figures:
 
 
 def watch(engine: Any, server: Any, step_timeout: float, ended: Event) -> None:
-    """Log figures until `ended`; stop the server when the engine has failed, and end the process when a step hangs."""
+    """Log figures until `ended`. Stops the server if the engine fails, and ends the process if a step hangs."""
     figures, due = Figures(engine), monotonic() + INTERVAL
     while not ended.wait(POLL):
         if engine.failure is not None:
@@ -94,9 +94,9 @@ def watch(engine: Any, server: Any, step_timeout: float, ended: Event) -> None:
         if engine.seconds_in_step > step_timeout:
             engine.is_accepting = False
             logger.critical("a step has not ended within %g s (--step-timeout): the process exits", step_timeout)
-            ended.wait(GRACE)  # `/health` says so meanwhile
+            ended.wait(GRACE)  # load balancers can read status 503 of `/health` in this time
             logging.shutdown()
-            os._exit(1)  # the stepping thread cannot be stopped
+            os._exit(1)  # a normal exit would wait for the stepping thread, which cannot be stopped
         if monotonic() >= due:
             due += INTERVAL
             if (line := figures.line()) is not None:

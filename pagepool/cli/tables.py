@@ -46,8 +46,11 @@ def print_passes(numbers: dict[str, Any]) -> None:
 
 
 def print_comparison(numbers: dict[str, Any]) -> None:
-    """Print the hit rates on stdout, a line for each capacity and a column for each policy. * marks the best policy;
-    belady, the bound, is none. With lru and belady a second table shows how much of their distance each covers."""
+    """Print the hit rates on stdout, a line for each capacity and a column for each policy.
+
+    * marks the best policy; belady is a bound and never marked. If both lru and belady are compared, a second table
+    shows the gain of each policy: 0 % is lru, 100 % is belady.
+    """
     rows = pass_rows(numbers)
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     by_capacity: dict[str, dict[str, dict[str, Any]]] = {}
@@ -66,11 +69,11 @@ def print_comparison(numbers: dict[str, Any]) -> None:
     header = ["capacity", *policies]
     show(title(numbers), header, rates, "" if shares else footer(numbers))
     if shares:
-        show("as shares of what belady has above lru", header, shares, footer(numbers))
+        show("hits above lru, as shares of belady's hits above lru", header, shares, footer(numbers))
 
 
 def print_hybrid(numbers: dict[str, Any]) -> None:
-    """Print a line for each pass on stdout, and how often states of each kind were saved and used."""
+    """Print a line for each pass on stdout, and the number of saved and used states of each kind."""
     header, *lines = hybrid_table(numbers)
     show(f"{title(numbers)}\n{about_states(numbers)}", header, lines)
     rows = as_list(numbers["hybrid"])

@@ -1,4 +1,4 @@
-"""What the commands have in common: the error of bad arguments, and the types of some of them for argparse."""
+"""Shared by all commands: the error for bad arguments, and argument types for argparse."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MAX_BYTES = 1 << 50
 
 
 class UsageError(ValueError):
-    """Arguments contradict one another, or name a file that cannot be used."""
+    """Arguments contradict one another, or a file cannot be used."""
 
 
 def between(low: int, high: int) -> Callable[[str], int]:
-    """A parser of whole numbers from `low` to `high`.
+    """Return a parser of whole numbers from `low` to `high`.
 
     >>> between(1, 8)("3")
     3
@@ -35,19 +35,20 @@ def between(low: int, high: int) -> Callable[[str], int]:
 
 
 def file_name(text: str) -> str:
-    """A name that is not empty."""
+    """Check that a file name is not empty."""
     if not text:
-        raise argparse.ArgumentTypeError("the name of a file is empty")
+        raise argparse.ArgumentTypeError("the file name must not be empty")
     return text
 
 
 def size_in_bytes(text: str) -> int:
-    """Bytes, with k, M, G or T for powers of 1,024.
+    """Parse a number of bytes, with k, M, G or T for powers of 1,024.
 
     >>> size_in_bytes("512k")
     524288
     """
     match = re.fullmatch(r"([0-9]{1,12})([kMGT]?)", text)
     if match is None or not 1 <= (size := int(match[1]) << 10 * " kMGT".index(match[2] or " ")) <= MAX_BYTES:
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is no size such as 4096, 512k, 16M or 2G, up to {MAX_BYTES}")
+        sentence = f"must be a size such as 4096, 512k, 16M or 2G, from 1 to {MAX_BYTES} bytes, not {text[:24]!r}"
+        raise argparse.ArgumentTypeError(sentence)
     return size

@@ -1,4 +1,4 @@
-"""An engine: a model, a scheduler and one thread that makes all steps. See docs/guide/engine.md."""
+"""An engine: a model, a scheduler and one thread that runs all steps."""
 
 from pagepool.engine.engine import Engine
 from pagepool.engine.generation import Generation, PromptToken, Token

@@ -1,4 +1,4 @@
-"""Logits that depend on the tokens before: penalties, biases and words that must not come, as in vLLM."""
+"""Penalties, logit biases and bad words: changes to logits that depend on earlier tokens, as in vLLM."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["Adjuster", "adjusts"]
 
 
 def adjusts(params: Any) -> bool:
-    """Whether the `SamplingParams` of a request ask for what an `Adjuster` does."""
+    """Return true if `SamplingParams` need an `Adjuster`: a penalty, a bias or bad words."""
     penalties = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0
     return penalties or bool(params.logit_bias or params.bad_words)
 
 
 class Adjuster:
-    """Changes the logits of one request, one token after another.
+    """Changes the logits of one request at each token.
 
     Parameters
     ----------
     params : SamplingParams
-        Its `bad_words` are token ids.
+        The request's parameters, with token ids in `bad_words`.
     prompt, output : sequence of int
-        The tokens so far.
+        Token ids of the prompt, and of the output so far.
 
     Examples
     --------
@@ -40,7 +40,8 @@ class Adjuster:
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int64)
         self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
         self._output: list[int] = []
-        # Different tokens: all of them, and those of the output with how often each has come.
+        # `_known` and `_seen`: distinct tokens of prompt and output. `_ids` and `_counts`: distinct tokens of the
+        # output with their counts; `_places` has the index of each one.
         self._known = set(prompt)
         self._seen = array("q", self._known)
         self._ids, self._counts, self._places = array("q"), array("d"), dict[int, int]()
@@ -48,7 +49,7 @@ class Adjuster:
             self.add(token)
 
     def add(self, token: int) -> None:
-        """Note a token that was chosen."""
+        """Add a sampled token to the output."""
         if token not in self._known:
             self._known.add(token)
             self._seen.append(token)
@@ -60,7 +61,7 @@ class Adjuster:
         self._counts[place] += 1.0
 
     def adjusted(self, logits: Any) -> Any:
-        """The logits of the next token, as a new array."""
+        """Return the changed logits of the next token, as a new array."""
         params, logits = self._params, logits.copy()
         for word in params.bad_words:
             begun = len(word) - 1

@@ -1,4 +1,4 @@
-"""Drawing the next token by its probability. Internal: for `pagepool.engine.sampling`."""
+"""Sample the next token by its probability. Internal: for `pagepool.engine.sampling`."""
 
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
@@ -16,21 +16,42 @@ cdef double LOG2_E = 1.4426950408889634
 
 
 def draw(const float[::1] logits, float most, double temperature, double top_p, random):
-    """Returns the index of a token, drawn by the softmax of its logit over the temperature.
+    """Sample the index of a token from softmax(logits / temperature). Releases the GIL.
 
-    logits       float32 (n,), none of them NaN
-    most         the largest of them, finite
-    temperature  above 0, so that 1 / temperature is a finite float32
-    top_p        only the fewest most likely tokens are drawn that together have this probability, of equal ones the
-                 first; 1: all
-    random       returns the next random number, from 0 up to but not 1: one is drawn for the token, and one more for
-                 each that was drawn and is not among the most likely ones
+    Parameters
+    ----------
+    logits : ndarray of float32, shape (n,)
+        Must not contain NaN.
+    most : float
+        The largest logit, finite.
+    temperature : float
+        Above 0; 1 / temperature must be a finite float32.
+    top_p : float
+        Sample only from the smallest set of most likely tokens with at least this total probability. If two tokens are
+        equal, the lower index comes first. 1: sample from all tokens.
+    random : callable
+        Returns a random number in [0, 1). It is called once for each sampled token, including rejected ones.
 
-    Raises `ValueError` for no logits, `MemoryError`, and what `random` raises. Releases the GIL.
+    Returns
+    -------
+    int
+        The index of the sampled token.
 
-    A token that is drawn of all is among the most likely ones when those before it, in falling order, have less than
-    `top_p`. If it is not, neither is any behind it, and the next is drawn of those before it: so nothing is sorted.
+    Raises
+    ------
+    ValueError
+        If `logits` is empty.
+    MemoryError
+        If the weights cannot be allocated.
 
+    Notes
+    -----
+    Rejection sampling makes sorting unnecessary. Sort the tokens by falling probability in thought: a sampled token is
+    accepted if the tokens before it have less than `top_p` together. If it is rejected, all tokens after it would be
+    rejected as well, so the next one is sampled only from the tokens before it.
+
+    Examples
+    --------
     >>> import numpy as np
     >>> logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
     >>> numbers = iter([0.05, 0.5])
@@ -41,10 +62,10 @@ def draw(const float[::1] logits, float most, double temperature, double top_p, 
     cdef float scale = <float>(LOG2_E / temperature)
     cdef double number, needed, left
     if not n:
-        raise ValueError("a token is drawn of 1 or more, not of 0")
+        raise ValueError("logits must have at least 1 element, not 0")
     cdef float *weights = <float *>malloc(num_chunks * (PP_DRAW_CHUNK + 1) * sizeof(float))
     if weights == NULL:
-        raise MemoryError(f"no memory to draw one of {n} tokens")
+        raise MemoryError(f"no memory to sample one of {n} tokens")
     cdef float *sums = weights + num_chunks * PP_DRAW_CHUNK
     try:
         with nogil:
@@ -59,7 +80,7 @@ def draw(const float[::1] logits, float most, double temperature, double top_p, 
                 else:
                     c_keep_ahead(weights, num_chunks, place, sums)
                     left = c_draw_total(sums, num_chunks)
-            # Of 0 left, `needed` may be 0, too: a thread may take numbers as small as top_p can be for 0.
+            # `left < needed` is not enough: a very small top_p can be flushed to zero, then both sides are 0.
             if left == 0.0 or left < needed:
                 return place
     finally:

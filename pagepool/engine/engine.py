@@ -1,4 +1,4 @@
-"""An engine: a model, a scheduler, and one thread that steps. Other threads submit prompts and get tokens."""
+"""An engine: a model, a scheduler, and one stepping thread. Other threads submit prompts and get tokens."""
 
 from __future__ import annotations
 
@@ -31,67 +31,88 @@ __all__ = ["Engine"]
 logger = logging.getLogger("pagepool")
 
 MAX_BATCH_SEQUENCES = 32
-FLUSH_SECONDS = 30.0  # that pages have to reach the store when the engine is closed
-EMPTY_STEP = 0.01  # seconds until the next try when no sequence can run
+FLUSH_SECONDS = 30.0  # time for writing pages to the store when the engine is closed
+EMPTY_STEP = 0.01  # seconds until the next step if no sequence could run
 
 
 @dataclass(slots=True)
 class _Running:
-    """State of a request in the stepping thread. Only the caller keeps the generation alive."""
+    """State of a request in the stepping thread. The reference to the generation is weak: the caller owns it."""
 
     generation: weakref.ref[Generation]
     sampler: Sampler
     request: Request
     request_id: int | str
-    prompt: PromptLogprobs | None  # where they are asked for
-    has_begun: bool = False  # a step has run it
+    prompt: PromptLogprobs | None  # None if the request does not ask for them
+    has_begun: bool = False  # true after its first step
 
 
 class Engine(Intake):
-    """Generates text with a model over pagepool's pages; any thread may call it.
+    """Generates text with a model over pagepool's pages. Any thread may call it.
 
-    One thread makes all steps: schedule, run the model, sample, commit. Close the engine at the end, or use it as a
-    context manager. `runner`, `scheduler`, `prefix_cache`, `store`, `tokenizer`, `encoder`, `max_model_len`,
-    `sampling_defaults`, `is_accepting` and `failure` are attributes. Failures are logged with their traceback by the
-    logger "pagepool".
+    One thread runs all steps: schedule, run the model, sample, commit. Close the engine at the end, or use it as a
+    context manager. The logger "pagepool" gets all failures with their traceback.
 
     Parameters
     ----------
     model : object
         A causal language model of transformers, in evaluation mode on the CPU; or an object with the methods of
         `pagepool.integrations.transformers.ModelRunner`. The engine then uses the memory of that object.
-    tokenizer : object or None
-        The tokenizer of the model. None: prompts are token ids, and generations have no text.
-    pool_bytes, num_blocks : int or None
-        Size of the pool. Give one of them, or none for the default of `ModelRunner`.
-    dtype : str or None
-        dtype of the pages. None: the dtype of the model.
-    config : SchedulerConfig or None
-        None: the default, with steps of up to 32 sequences.
+    tokenizer : object, optional
+        The tokenizer of the model. Without one, prompts are token ids and generations have no text.
+    pool_bytes, num_blocks : int, optional
+        Size of the pool. Give at most one of them. The default is the default of `ModelRunner`.
+    dtype : str, optional
+        dtype of the pages. Default: the dtype of the model.
+    config : SchedulerConfig, optional
+        Default: `SchedulerConfig` with up to 32 sequences per step.
     prefix_cache : bool
-        Whether prompts reuse pages and recurrent states of earlier prompts.
+        Reuse pages and recurrent states of earlier prompts.
     prefix_events : int
         Maximum number of undrained events of the prefix cache, for a `Router`. 0: no events.
     openmp : str
-        What torch's worker threads do between the loops of a step, where torch uses GNU's OpenMP. "spin": look for
-        work, which makes steps shortest where no other process needs the CPUs. "sleep": leave the CPUs to others.
-        "auto": "spin", and "sleep" for a minute whenever the engine's thread had to wait for a CPU.
-    store : path or None
-        Directory of a `PrefixStore`, with which prefixes survive a restart and a reboot. `close` writes all cached
-        pages to it. Not for models with recurrent states.
-    store_bytes : int or None
-        The most bytes that the store takes for this model. Needed with `store`.
-    weights : str or None
-        A digest of the weights, for the store, such as `weights_digest` returns. None: the engine reads every weight.
+        How torch's worker threads wait between two loops, if torch uses GNU's OpenMP. "spin" gives the shortest steps
+        if no other process needs the CPUs. "sleep" leaves the CPUs to other processes. "auto" spins, and sleeps for a
+        minute whenever the engine's thread had to wait for a CPU.
+    store : path, optional
+        Directory of a `PrefixStore`: prefixes survive restarts and reboots. `close` writes all cached pages to it. Not
+        for models with recurrent states.
+    store_bytes : int, optional
+        Most bytes of the store for this model. Required with `store`.
+    weights : str, optional
+        A digest of the weights, for the store, as `weights_digest` returns it. Default: the engine reads all weights.
+
+    Attributes
+    ----------
+    runner : ModelRunner
+        Runs the model and owns its pools.
+    scheduler : Scheduler
+        Schedules the steps.
+    prefix_cache : PrefixCache or None
+        The prefix cache.
+    store : PrefixStore or None
+        The store of prefixes on disk.
+    tokenizer : object or None
+        The tokenizer that was given.
+    encoder : Encoder
+        Turns prompts into token ids.
+    max_model_len : int or None
+        Most tokens of prompt and output that the model accepts.
+    sampling_defaults : dict
+        The model's own defaults of `SamplingParams`, for a server. `submit` does not read them.
+    is_accepting : bool
+        False after `drain`, `close` or a failure of the engine.
+    failure : BaseException or None
+        The exception that ended the stepping thread.
 
     Raises
     ------
     ImportError
-        torch or transformers is missing.
+        If torch or transformers is missing.
     OSError
-        The directory of the store cannot be made.
+        If the directory of the store cannot be made.
     ValueError
-        The model cannot run over pages, or has no store; or `store` comes without `store_bytes` or prefix cache.
+        If the model cannot run over pages, or cannot have a store, or `store` lacks `store_bytes` or a prefix cache.
 
     Examples
     --------
@@ -143,40 +164,40 @@ class Engine(Intake):
         self._requests: dict[int, _Running] = {}
         self._changed = Condition()  # guards the requests, `is_accepting`, `failure` and the field below
         self._is_closing = False
-        self._stepping = Lock()  # held during a step
+        self._stepping = Lock()  # held by the stepping thread during a step
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._openmp = OpenmpWorkers(openmp)  # after the trial of the model
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
-        atexit.register(self.close)  # Python must not end while the thread is in the model
+        atexit.register(self.close)  # the interpreter must not exit while the thread runs the model
         self._thread.start()
 
     def _submit(self, request: Request, num_generated: int = 0, **options: Any) -> Generation:
-        """Queue a request that was read.
+        """Queue a checked request.
 
-        An earlier run of it has generated `num_generated` of the last tokens of its prompt: a seed draws on as that run
-        would have.
+        A request can continue an earlier run. Then the last `num_generated` tokens of its prompt are the output of that
+        run, and the request's random generator continues where that run stopped.
         """
         integer("num_generated", num_generated, 0, len(request.prompt))
         with self._changed:
             if not self.is_accepting:
-                raise EngineClosed("the engine takes no more requests") from self.failure
+                raise EngineClosed("the engine accepts no more requests") from self.failure
             params, prompt = request.params, None
             limits = {"max_new_tokens": params.max_new_tokens, "stop_token_ids": params.stop_token_ids}
             if params.prompt_logprobs is not None:
                 prompt = PromptLogprobs(request.prompt, params.prompt_logprobs)
                 options["reads_cache"] = False
-            if params.max_new_tokens == 0:  # it runs until its first token, which is dropped
+            if params.max_new_tokens == 0:  # it runs until its first token, which the engine drops
                 limits = {"max_new_tokens": 1}
             try:
                 seq_id = self.scheduler.submit(request.prompt, **limits, **options)
             except ValueError as error:
                 raise RequestRejected(str(error)) from error
-            except RuntimeError as error:  # the scheduler has just failed
+            except RuntimeError as error:  # the scheduler has failed since the check of `is_accepting`
                 raise EngineClosed(str(error)) from error
             found = None if prompt is None else prompt.found
             generation = Generation(request.prompt, partial(self.scheduler.cancel, seq_id), found)
-            # `cancel` may be called in a finalizer, which is what this callback is.
+            # The callback runs when the caller drops the generation. `Scheduler.cancel` may be called in a finalizer.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
             name = seq_id if options.get("request_id") is None else options["request_id"]
             sampler = Sampler(params, num_generated, request.prompt)
@@ -186,47 +207,67 @@ class Engine(Intake):
         return generation
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters as a dict.
+        """Return the counters of the engine.
 
-        `requests` counts the requests that run or wait, `ended` the ended ones by `finish_reason`; tokens; seconds of
-        all steps and of the model. `scheduler` has the counters of the scheduler.
+        Returns
+        -------
+        dict
+            `requests` is the number of requests that run or wait. `ended` counts ended requests by `finish_reason`.
+            `prompt_tokens`, `cached_tokens` and `generated_tokens` count tokens. `step_seconds` and `model_seconds` are
+            the seconds of all steps and of the model within them. `scheduler` holds the counters of the scheduler.
         """
         return {**self._stats(), **self._seconds, "scheduler": self.scheduler.stats()}
 
     def observed(self) -> dict[str, Any]:
-        """What `PagepoolCollector` shows of this engine, as its arguments."""
+        """Return the arguments of `PagepoolCollector` for this engine."""
         pools, caches = {"kv": self.runner.pool, "states": self.runner.states}, {"prefix": self.prefix_cache}
         return {"scheduler": self.scheduler, "pools": present(pools), "caches": present(caches)}
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended: they wait or run."""
+        """Number of requests that wait or run."""
         return len(self._requests)
 
     @property
     def seconds_in_step(self) -> float:
-        """Seconds since the running step began; 0.0 between steps. Much more than a step takes: the model hangs."""
+        """Seconds since the current step began, 0.0 between steps. A value far above a step's usual time: it hangs."""
         began = self._step_began
         return 0.0 if began is None else perf_counter() - began
 
     def check(self) -> None:
-        """Audit scheduler, prefix cache and pools between two steps; raises `PoolError` that names what is wrong.
+        """Check the invariants of the scheduler, the prefix cache and the pools between two steps.
 
-        When no request is left, every block in use is one of the prefix cache and no state is in use.
+        If no request is left, the prefix cache must own every block in use, and no state may be in use.
+
+        Raises
+        ------
+        PoolError
+            If an invariant is broken. The message names it.
         """
         with self._stepping, self._changed:
-            if not self._is_closing and self.failure is None:  # else the scheduler is closed, or will be soon
+            if not self._is_closing and self.failure is None:  # otherwise the scheduler is closed, or will be soon
                 self.scheduler.check()
             check_memory(self.runner, self.prefix_cache, is_idle=not self._requests)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests and wait until all have ended; returns whether they have, within `timeout` seconds."""
+        """Refuse new requests and wait until all requests have ended.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Most seconds to wait. Default: no limit.
+
+        Returns
+        -------
+        bool
+            False if requests are left after `timeout` seconds.
+        """
         with self._changed:
             self.is_accepting = False
             return self._changed.wait_for(lambda: not self._requests, timeout)
 
     def close(self) -> None:
-        """End all requests with the reason "abort", stop the thread and free the memory. May be called again."""
+        """End all requests with the reason "abort", stop the thread and free the memory. May be called twice."""
         with self._changed:
             self.is_accepting, self._is_closing = False, True
             self._changed.notify_all()
@@ -261,7 +302,7 @@ class Engine(Intake):
         except BaseException as error:
             self._step_began = None
             failure = error
-            logger.critical("the stepping thread of the engine failed, no more requests are taken", exc_info=error)
+            logger.critical("the engine's stepping thread failed: it accepts no more requests", exc_info=error)
         with self._changed:
             self.is_accepting, self.failure = False, failure
         try:
@@ -274,9 +315,9 @@ class Engine(Intake):
     def _step(self) -> None:
         self._step_began = began = perf_counter()
         batch = self.scheduler.schedule()
-        with self._changed:  # `submit` has entered what it has handed to the scheduler
+        with self._changed:  # waits for `submit`, which queues a request before it adds it to `_requests`
             requests = [self._requests[seq_id] for seq_id in batch.seq_ids]
-        self._end_finished()  # those that were cancelled
+        self._end_finished()  # requests that were cancelled
         if batch.is_empty:
             sleep(EMPTY_STEP if self.scheduler.has_work else 0.0)
             return
@@ -324,10 +365,15 @@ class Engine(Intake):
         self._seconds["step_seconds"] += perf_counter() - began
 
     def _run_model(self, batch: Any, requests: list[_Running]) -> tuple[Any, list[int]]:
-        """Run the model. Returns the logits of all sequences, and where they begin and end for each of them.
+        """Run the model on a batch.
 
-        They are those of its last token if the sequence wants a token, and of the tokens of its prompt that ask for
-        log probabilities.
+        Returns
+        -------
+        rows : ndarray, shape (n, vocab_size)
+            Logits of all sequences, one sequence after the other. A sequence has a row for its last token if
+            `batch.wants_token` is set, and one for each prompt token with requested log probabilities.
+        ends : list of int
+            The rows of sequence i are `rows[ends[i]:ends[i + 1]]`.
         """
         keep = [int(wants) for wants in batch.wants_token]
         for place, running in enumerate(requests):
@@ -341,7 +387,7 @@ class Engine(Intake):
         return np.asarray(logits), [0, *accumulate(keep)]
 
     def _note_begun(self, requests: list[_Running]) -> None:
-        """Tell the generations of the requests that no step has run before."""
+        """Set `scheduled_at` of the generations in their first step."""
         for request in requests:
             if not request.has_begun:
                 request.has_begun = True
@@ -350,7 +396,7 @@ class Engine(Intake):
                     generation.scheduled_at = monotonic()
 
     def _deliver(self, seq_id: int, running: _Running, token: int, logprobs: tuple[float | None, Any]) -> None:
-        """Hand a token that was committed to the generation; end it at a stop string."""
+        """Pass a committed token to its generation. Ends the request at a stop string."""
         sequence = self.scheduler.get_sequence(seq_id)
         text, reason = running.request.text_of(token, sequence.finish_reason)
         if reason is not None and sequence.finish_reason is None:

@@ -1,4 +1,4 @@
-"""Generation: the tokens of a request as they come, for any thread or event loop."""
+"""Generation: the token stream of a request, for threads and event loops."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Token:
 
     Attributes
     ----------
-    token_id
-        Its id.
-    text
-        The text that is certain since the token before; empty while a character or, perhaps, a stop string is not
-        complete. The texts of all tokens, one after another, are the text of the generation.
-    logprob
-        The natural logarithm of the model's probability of it, or None where none was asked for.
-    top_logprobs
-        The same of the most likely tokens, by id.
+    token_id : int
+        Token id.
+    text : str
+        Text that became final with this token. It is empty while a character is incomplete or while the text may be
+        the beginning of a stop string. The concatenated texts of all tokens are the text of the generation.
+    logprob : float or None
+        Natural log probability of the token under the model. None if the request does not ask for it.
+    top_logprobs : dict of int to float
+        Natural log probabilities of the most likely tokens, by token id.
     """
 
     token_id: int
@@ -38,18 +38,18 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """One token of a prompt.
+    """One token of a prompt with its log probability.
 
     Attributes
     ----------
     token_id : int
-        The token.
+        Token id.
     logprob : float
-        Natural logarithm of the model's probability of this token after the tokens before it.
+        Natural log probability of the token under the model, given the tokens before it.
     rank : int
-        Position among all tokens by probability: 1 for the most likely one.
+        Rank of the token by probability; 1 is the most likely token.
     top_logprobs : dict of int to float
-        Log probabilities of the most likely tokens, by id.
+        Natural log probabilities of the most likely tokens, by token id.
     """
 
     token_id: int
@@ -59,32 +59,30 @@ class PromptToken:
 
 
 class Generation:
-    """The tokens of one request: an iterator and an async iterator of `Token`. `Engine.submit` makes it.
+    """The tokens of one request, made by `Engine.submit`: an iterator and an async iterator of `Token`.
 
-    A generation is cancelled when no reference to it is left. Each token is handed out once; `token_ids` and `text`
-    have all of them. Iteration raises RuntimeError, with `error` as its cause, if the model has failed.
+    Iteration returns each token once; `token_ids` and `text` keep all of them. If the model fails, iteration raises
+    RuntimeError with `error` as its cause. A generation is cancelled when the last reference to it is dropped.
 
     Attributes
     ----------
     token_ids : list of int
-        All tokens so far.
-    text : str
-        The text of these tokens.
+        All generated tokens so far.
     prompt_token_ids : list of int
         The tokens of the prompt.
     num_prompt_tokens : int
-        The number of prompt tokens.
+        Number of tokens of the prompt.
     prompt_logprobs : list or None
-        If `SamplingParams.prompt_logprobs` asks for them: None for the first token of the prompt, and a `PromptToken`
-        for each further one. The list is complete before the first token comes. Otherwise None.
+        A `PromptToken` for each token of the prompt; None for the first one, which has no probability. The list is
+        complete before the first token is generated. It is None without `SamplingParams.prompt_logprobs`.
     num_cached : int
-        Tokens of the prompt that the prefix cache had, once a token has come.
-    submitted_at, scheduled_at, first_token_at, ended_at : float or None
-        Times of `time.monotonic()`: the call of `submit`, the first step, the first token and the end. None before.
-    time_to_first_token : float or None
-        Seconds from `submit` to the first token.
+        Prompt tokens that were in the prefix cache. Set with the first token.
+    submitted_at : float
+        Time of `submit`, by `time.monotonic()`.
+    scheduled_at, first_token_at, ended_at : float or None
+        Times of the first step, the first token and the end, by `time.monotonic()`. None until then.
     finish_reason : str or None
-        "stop" at a stop token or stop string, "length" at the limit, "abort" after a cancel, "error" if the model
+        "stop" at a stop token or stop string, "length" at the limit, "abort" if it was cancelled, "error" if the model
         failed. None while it runs.
     error : BaseException or None
         The exception of a failed model.
@@ -110,8 +108,8 @@ class Generation:
         self._texts: list[str] = []
         self._pending: deque[Token] = deque()
         self._changed = Condition()
-        self._ended = Event()  # for threads that wait for the end only: a token does not wake them
-        self._futures: list[asyncio.Future[None]] = []  # of coroutines that wait for a change
+        self._ended = Event()  # for `result`: a new token does not wake its threads
+        self._futures: list[asyncio.Future[None]] = []  # one for each waiting coroutine
 
     @property
     def text(self) -> str:
@@ -124,16 +122,32 @@ class Generation:
         return None if self.first_token_at is None else self.first_token_at - self.submitted_at
 
     def cancel(self) -> None:
-        """Stop it: it ends before the next step with the reason "abort". Nothing happens when it has ended."""
+        """End the generation before its next step, with the reason "abort". Does nothing if it has ended."""
         if self.finish_reason is None:
             self._cancel()
 
     close = cancel
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait until it has ended and return it. Raises TimeoutError after `timeout` seconds; it goes on then."""
+        """Wait for the end.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Most seconds to wait. Default: no limit.
+
+        Returns
+        -------
+        Generation
+            This object.
+
+        Raises
+        ------
+        TimeoutError
+            If it has not ended after `timeout` seconds. The generation continues.
+        """
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"{len(self.token_ids)} tokens came within {timeout} s, and it has not ended")
+            raise TimeoutError(f"the generation did not end within {timeout} s: got {len(self.token_ids)} tokens")
         return self
 
     def __iter__(self) -> Generation:
@@ -164,14 +178,14 @@ class Generation:
         return token
 
     def _take(self) -> Token | None:
-        """The next token, or None at the end."""
+        """Return the next pending token, or None at the end."""
         if self._pending:
             return self._pending.popleft()
         if self.error is not None:
             raise RuntimeError(f"the generation failed: {self.error}") from self.error
         return None
 
-    # For the engine, which calls them on its own thread.
+    # Only the engine's stepping thread calls the methods below.
 
     def _put(self, token: Token, num_cached: int) -> None:
         with self._changed:
@@ -193,7 +207,7 @@ class Generation:
         self._changed.notify_all()
         futures, self._futures = self._futures, []
         for future in futures:
-            with suppress(RuntimeError):  # its event loop is closed: no coroutine waits there
+            with suppress(RuntimeError):  # the event loop is closed, so its coroutines no longer wait
                 future.get_loop().call_soon_threadsafe(_wake, future)
 
     def __repr__(self) -> str:
@@ -201,5 +215,5 @@ class Generation:
 
 
 def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():  # a coroutine that was cancelled waits no more
+    if not future.done():  # it is done if its coroutine was cancelled
         future.set_result(None)

@@ -1,4 +1,4 @@
-"""Intake: an `Engine` and the front end of a cluster read, count and refuse requests with the same code."""
+"""Intake: checks and counts requests. Base class of `Engine` and of the cluster's front end."""
 
 from __future__ import annotations
 
@@ -16,25 +16,28 @@ from pagepool.errors import RequestRejected
 
 __all__ = ["Intake", "Request", "check_length"]
 
-UNBOUNDED = 4096  # tokens of a text of a model that has no bound
+UNBOUNDED = 4096  # default length in tokens for a model without a maximum length
 ENDINGS = ("stop", "length", "abort", "error")
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request that was read: its prompt, how it goes on, and the text of its tokens.
+    """A checked request.
 
-    `params.max_new_tokens` is a number, and `params.stop_token_ids` includes the stop tokens of the model unless
-    `params.ignore_eos`. `params.bad_words` are token ids.
+    `params` is complete: `max_new_tokens` is a number, `bad_words` are token ids, and `stop_token_ids` includes the
+    stop tokens of the model unless `ignore_eos` is set.
     """
 
     prompt: list[int]
     params: SamplingParams
     detokenizer: Detokenizer
-    num_tokens: int = 0  # that have got their text
+    num_tokens: int = 0  # generated tokens that were passed to `text_of`
 
     def text_of(self, token: int, reason: str | None) -> tuple[str, str | None]:
-        """Return the text of the next token, and why the request ends with it: `reason`, "stop" or None."""
+        """Return the text of the next token and its finish reason.
+
+        `reason` is the scheduler's finish reason, or None. A stop string in the text changes it to "stop".
+        """
         self.num_tokens += 1
         self.detokenizer.may_stop = self.num_tokens > self.params.min_tokens
         text = "" if reason == "stop" else self.detokenizer.add(token)  # a stop token has no text
@@ -44,24 +47,25 @@ class Request:
 
 
 class Intake(ABC):
-    """Takes requests.
+    """Checks requests and counts them. Subclasses run them.
 
     Parameters
     ----------
     tokenizer : object or None
         A tokenizer of transformers. None: prompts are token ids, and generations have no text.
     vocab_size : int
-        Number of tokens that the model knows.
+        Number of tokens in the model's vocabulary.
     stop_token_ids : frozenset of int
         Tokens that end every text of the model.
     max_model_len : int or None
-        Most tokens of prompt and output that the model takes.
+        Most tokens of prompt and output that the model accepts.
     pool_tokens : int or None
-        Tokens of one sequence that the pools have room for.
+        Most tokens of one sequence that fit the pools.
     is_exact : bool
-        Whether a sequence of more than `pool_tokens` can never run. Windows give blocks back: then it can.
+        True if a sequence of more than `pool_tokens` can never run. False for a model with sliding windows: their
+        blocks are freed while the sequence runs.
     sampling_defaults : dict or None
-        The model's own defaults of fields of `SamplingParams`, for a server. `submit` does not read them.
+        The model's own defaults of `SamplingParams`, for a server. `submit` does not read them.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class Intake(ABC):
         self.max_model_len = max_model_len
         self.sampling_defaults = sampling_defaults or {}
         self.is_accepting = True
-        self.failure: BaseException | None = None  # that has ended all work
+        self.failure: BaseException | None = None  # the exception that ended all work
         self._pool_tokens, self._is_exact = pool_tokens, is_exact
         self._counts: Counter[str] = Counter()
 
@@ -94,25 +98,30 @@ class Intake(ABC):
         tenant: Any = None,
         cache_salt: str | bytes | int | None = None,
     ) -> Generation:
-        """Queue a prompt and return its `Generation`, which is cancelled when no reference to it is left.
+        """Queue a prompt and return its `Generation`. Dropping the last reference to the generation cancels it.
 
         Parameters
         ----------
         prompt : str or iterable of int
             A text, or token ids.
         params : SamplingParams or None
-            How tokens are chosen and when the text ends. None: `SamplingParams()`.
+            Sampling parameters and stop conditions. None: `SamplingParams()`.
         request_id, priority, tenant, cache_salt
             As in `Scheduler.add_request`.
+
+        Returns
+        -------
+        Generation
+            The token stream of the request.
 
         Raises
         ------
         RequestRejected
-            The request can never run: its prompt is too long, has no tokens or unknown ones. It is a ValueError.
+            If the request can never run: its prompt is too long or empty, or has unknown tokens. A ValueError.
         EngineClosed
-            No more requests are taken. It is a RuntimeError.
+            If the engine accepts no more requests. A RuntimeError.
         TypeError, ValueError
-            An argument has a wrong type or value. A failed call changes nothing.
+            If an argument has a wrong type or value. A failed call changes nothing.
         """
         options = {"request_id": request_id, "priority": priority, "tenant": tenant, "cache_salt": cache_salt}
         return self._submit(self._read(prompt, params), **options)
@@ -120,42 +129,48 @@ class Intake(ABC):
     @property
     @abstractmethod
     def num_requests(self) -> int:
-        """Requests that have not ended: they wait or run."""
+        """Number of requests that wait or run."""
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """The most tokens that a prompt of this many can get, at least 1: by the model's length and the pool's size."""
+        """Return the most new tokens for a prompt of this length, by the model's length and the pool's size.
+
+        The result is at least 1, even if the prompt itself is too long.
+        """
         longest = UNBOUNDED if self.max_model_len is None else self.max_model_len
         room = longest if self._pool_tokens is None else self._pool_tokens
         return max(1, min(longest, room) - num_prompt_tokens)
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The most tokens of a prompt; None: no limit. The pool has room for one more, the model perhaps not."""
+        """Most tokens of a prompt, or None without a limit.
+
+        The pool needs room for one new token. A prompt of the model's full length is allowed, for `max_new_tokens=0`.
+        """
         room = self._pool_tokens - 1 if self._pool_tokens is not None and self._is_exact else None
         return min((limit for limit in (self.max_model_len, room) if limit is not None), default=None)
 
     @abstractmethod
     def _submit(self, request: Request, **options: Any) -> Generation:
-        """Queue a request that was read."""
+        """Queue a checked request."""
 
     def _read(self, prompt: str | Iterable[int], params: SamplingParams | None) -> Request:
-        """Check a request. Raises what `submit` raises; nothing has changed then."""
+        """Check a request. Raises the exceptions of `submit`."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise wrong("params", "SamplingParams or None", params)
         if isinstance(prompt, Sized) and not isinstance(prompt, str):
-            self._check_length(len(prompt), params)  # before each token is looked at
+            self._check_length(len(prompt), params)  # cheap, so it comes before the check of each token
         tokens = self.encoder.encode(prompt, self.max_prompt_tokens)
         most = self._check_length(len(tokens), params)
         ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.stop_token_ids
-        for token, _ in params.logit_bias[-1:]:  # the highest
+        for token, _ in params.logit_bias[-1:]:  # pairs are sorted, so this is the highest id
             self._check_token("logit_bias", token)
         words = self.bad_word_ids(params.bad_words)
         params = replace(params, max_new_tokens=most, stop_token_ids=ends, bad_words=words)
         return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """How many tokens the prompt gets. Raises `RequestRejected` when there is no room for them."""
+        """Return the number of new tokens. Raises `RequestRejected` if they do not fit the model or the pool."""
         most = params.max_new_tokens
         most = self.max_new_tokens(num_prompt_tokens) if most is None else most
         check_length(num_prompt_tokens, most, "the model", self.max_model_len)
@@ -163,19 +178,26 @@ class Intake(ABC):
         return most
 
     def bad_word_ids(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of words, as vLLM has them: also behind a space, where that is another first token.
+        """Return the token ids of bad words, as in vLLM.
+
+        A word gets a second entry for its form after a space, if that form begins with another token.
 
         Parameters
         ----------
-        words
+        words : tuple
             Texts or token ids, as in `SamplingParams`.
+
+        Returns
+        -------
+        tuple of tuple of int
+            Token ids of each form of each word.
 
         Raises
         ------
         RequestRejected
-            For a token that the model does not know.
+            If a token is not in the model's vocabulary, or a text is not valid Unicode.
         TypeError
-            For a text without a tokenizer.
+            If a word is a text and the engine has no tokenizer.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -184,7 +206,7 @@ class Intake(ABC):
                 found.append(word)
                 continue
             if self.tokenizer is None:
-                raise TypeError(f"bad_words needs a tokenizer: {word!r} is text")
+                raise TypeError(f"bad_words must be token ids without a tokenizer, not text: {word!r}")
             try:
                 alone, behind = (
                     tuple(self.encoder.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
@@ -201,14 +223,19 @@ class Intake(ABC):
             raise RequestRejected(f"a token of {name} must be below {self.encoder.vocab_size}, not {token}")
 
     def _stats(self, *names: str) -> dict[str, Any]:
-        """The counters of requests and of tokens, and those with these names."""
+        """Return the counters of requests and tokens, and the counters with these names."""
         ended = {reason: self._counts[reason] for reason in ENDINGS}
         tokens = ("prompt_tokens", "cached_tokens", "generated_tokens", *names)
         return {"requests": self.num_requests, "ended": ended, **{name: self._counts[name] for name in tokens}}
 
 
 def check_length(num_prompt_tokens: int, max_new_tokens: int, whose: str, limit: int | None) -> None:
-    """Raise `RequestRejected` if prompt and output pass a limit of tokens.
+    """Raise `RequestRejected` if prompt and output have more tokens than `limit`.
+
+    `whose` names the owner of the limit.
+
+    Examples
+    --------
 
     >>> check_length(90, 20, "the model", 100)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""An engine's memory: what there is of it, the tokens that it has room for, and what holds between two steps."""
+"""An engine's memory: its invariants between two steps, and its size in tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ __all__ = ["check_memory", "pool_tokens", "present"]
 
 
 def check_memory(runner: Any, prefix_cache: Any, *, is_idle: bool) -> None:
-    """Audit prefix cache, checkpoints and pools; raises `PoolError` that names what is wrong.
+    """Check the invariants of the prefix cache, the checkpoints and the pools.
 
-    runner        a `ModelRunner`, or an object with its methods
-    prefix_cache  the cache over its pools, or None
-    is_idle       whether no request is left. Then the prefix cache owns every block in use, and no state is in use
+    Parameters
+    ----------
+    runner : ModelRunner
+        Or an object with its methods.
+    prefix_cache : PrefixCache or None
+        The cache over the runner's pools.
+    is_idle : bool
+        No request is left. Then the prefix cache must own every block in use, and no state may be in use.
+
+    Raises
+    ------
+    PoolError
+        If an invariant is broken. The message names it.
     """
     cached = 0
     if prefix_cache is not None:
@@ -23,16 +33,16 @@ def check_memory(runner: Any, prefix_cache: Any, *, is_idle: bool) -> None:
     for pool in runner.pools:
         pool.allocator.check()
         if is_idle and pool.allocator.in_use != cached:
-            raise PoolError(f"{pool.allocator.in_use} blocks are in use without a request, {cached} are cached")
+            raise PoolError(f"no request is left, but {pool.allocator.in_use} blocks are in use; {cached} are cached")
     checkpoints = getattr(runner, "checkpoints", None)
     if checkpoints is not None:
         checkpoints.check()
     if is_idle and runner.states is not None and runner.states.used_count:
-        raise PoolError(f"{runner.states.used_count} states are in use without a request")
+        raise PoolError(f"no request is left, but {runner.states.used_count} states are in use")
 
 
 def pool_tokens(runner: Any) -> int | None:
-    """The most tokens that a sequence has room for in the pools of a `ModelRunner`; None for a model without pages."""
+    """Return the most tokens of one sequence that fit the pools of a `ModelRunner`; None for a model without pages."""
     if not runner.pools:
         return None
     pool = runner.pools[0]
@@ -41,7 +51,7 @@ def pool_tokens(runner: Any) -> int | None:
 
 
 def present(named: dict[str, Any]) -> dict[str, Any]:
-    """Without the names of what an engine does not have.
+    """Return the entries with a value other than None.
 
     >>> present({"kv": 1, "states": None})
     {'kv': 1}

@@ -1,12 +1,12 @@
-"""What OpenMP's worker threads do while the engine's thread computes: look for work, or sleep.
+"""How idle OpenMP worker threads wait while the engine computes: spin or sleep.
 
-torch's loops run on workers of GNU's libgomp, which makes some for each thread that runs a loop. A worker that has
-finished its part of a loop looks for the next loop for about a millisecond, then sleeps. While libgomp has more threads
-than the process has CPUs, a worker looks only 100 times, and almost every loop must wake it.
+torch runs its loops on the workers of GNU's libgomp, which makes a team of workers for each thread that runs a loop. A
+worker that has finished its part of a loop spins for about a millisecond, then sleeps. If libgomp has more threads than
+the process has CPUs, a worker spins for only 100 iterations, and almost every loop must wake it.
 
-The engine computes in a thread of its own. The workers that tried the model in another thread are then too many, and
-the engine's steps become 1.25 to 1.6 times as long. Beside other load the opposite holds: a worker that looks for work
-takes the CPU from a thread that has some, and steps become several times as long.
+The engine computes in its own thread. If the model ran in another thread before, that thread's workers are too many,
+and the engine's steps take 1.25 to 1.6 times as long. Under other load the opposite holds: a spinning worker takes the
+CPU from a thread with work, and steps take several times as long.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ __all__ = ["OpenmpWorkers"]
 
 MAPS = Path("/proc/self/maps")  # the files that this process has loaded; only Linux has it
 SOFT = 1  # `omp_pause_soft`
-EMPTY_LOOP = ctypes.CDLL(None).free  # of a null pointer: does nothing, and needs no GIL
-# "auto": workers sleep for CALM seconds after a time of WINDOW seconds in which the thread had the CPU for less than
-# LEAST_SHARE of the time. A step in which all workers run has a share of nearly 1.
+EMPTY_LOOP = ctypes.CDLL(None).free  # `free(NULL)` does nothing and needs no GIL
+# "auto": workers sleep for CALM seconds if the computing thread had a CPU for less than LEAST_SHARE of the last WINDOW
+# seconds. Without other load the share is close to 1.
 WINDOW = 0.5
 LEAST_SHARE = 0.7
 CALM = 60.0
 
 
 class OpenmpWorkers:
-    """How the workers of libgomp wait, from the making of this object until `close`.
+    """Controls how the workers of libgomp wait, from the construction of this object until `close`.
 
-    Does nothing where libgomp is not loaded. With `OMP_WAIT_POLICY=passive` in the environment, workers always sleep.
+    Does nothing if libgomp is not loaded. With `OMP_WAIT_POLICY=passive` in the environment, workers always sleep.
 
     Parameters
     ----------
     mode : str
-        "spin" ends the workers of the calling thread, so that those of the thread that computes look for work.
-        "sleep" keeps a thread with more workers than there are CPUs, so that no worker looks for work.
-        "auto" begins with "spin", and changes to "sleep" for a minute whenever `note_step` finds other load.
+        "spin" ends the workers of the calling thread, so that the workers of the computing thread spin. "sleep" keeps a
+        thread with more workers than CPUs, so that no worker spins. "auto" begins with "spin" and changes to "sleep"
+        for a minute whenever `note_step` detects other load.
 
     Raises
     ------
     ValueError
-        The mode is not one of these.
+        If `mode` has another value.
     """
 
     def __init__(self, mode: str) -> None:
@@ -54,8 +54,8 @@ class OpenmpWorkers:
         self._libraries = loaded_libraries()
         self._adapts = mode == "auto" and bool(self._libraries)
         self._sleeping: tuple[Thread, Event] | None = None
-        self._until = 0.0  # when workers that sleep because of other load look for work again
-        self._seconds = self._cpu_seconds = 0.0  # of the steps in the window
+        self._until = 0.0  # time at which workers that sleep because of other load spin again
+        self._seconds = self._cpu_seconds = 0.0  # wall time and CPU time of the steps in the current window
         for library in self._libraries:
             library.omp_pause_resource_all(SOFT)
         if mode == "sleep":
@@ -63,18 +63,18 @@ class OpenmpWorkers:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether workers sleep between two loops."""
+        """True if workers sleep between two loops."""
         return self._sleeping is not None
 
     def note_step(self, seconds: float, cpu_seconds: float) -> None:
-        """Change from looking for work to sleeping, or back, after a step of the thread that computes.
+        """Choose between spinning and sleeping after a step of the computing thread.
 
         Parameters
         ----------
         seconds : float
-            How long the step took.
+            Wall time of the step.
         cpu_seconds : float
-            How long the thread had a CPU in it.
+            CPU time of the computing thread in the step.
         """
         if not self._adapts:
             return
@@ -91,7 +91,7 @@ class OpenmpWorkers:
             self._seconds = self._cpu_seconds = 0.0
 
     def close(self) -> None:
-        """End the thread that lets workers sleep, and its workers. May be called again."""
+        """End the thread that makes workers sleep, and its workers. May be called twice."""
         self._adapts = False
         self._wake()
 
@@ -104,7 +104,7 @@ class OpenmpWorkers:
             self._sleeping = thread, ended
 
     def _hold(self, begun: Event, ended: Event) -> None:
-        """Have workers until `ended`: libgomp ends them with the thread."""
+        """Keep extra workers until `ended`. libgomp ends them with this thread."""
         for library in self._libraries:
             library.GOMP_parallel(EMPTY_LOOP, None, len(os.sched_getaffinity(0)) + 1, 0)
         begun.set()
@@ -119,7 +119,7 @@ class OpenmpWorkers:
 
 
 def loaded_libraries() -> list[ctypes.CDLL]:
-    """The libgomps that this process has loaded: a package may bring one of its own."""
+    """Return all copies of libgomp that this process has loaded. Packages can bundle their own copy."""
     if not MAPS.exists():
         return []
     names = re.findall(r"(/.*/libgomp[^/\n]*\.so[^/\n]*)$", MAPS.read_text(), re.MULTILINE)

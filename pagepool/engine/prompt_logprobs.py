@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt's own tokens, collected while the prompt is computed chunk by chunk."""
+"""Log probabilities of the tokens of a prompt, collected from its prefill chunks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["PromptLogprobs"]
 class PromptLogprobs:
     """Collects the log probabilities of one prompt.
 
-    `found` has None for the first token, which follows from nothing, and a `PromptToken` for each further one.
+    `found` has a `PromptToken` for each token of the prompt, and None for the first token, which has no probability.
 
     Parameters
     ----------
     prompt : list of int
         The tokens of the prompt.
     count : int
-        How many of the most likely tokens are reported with each.
+        Number of most likely tokens that are reported with each token.
 
     Examples
     --------
     >>> import numpy as np
     >>> prompt = PromptLogprobs([5, 1, 0], count=0)
-    >>> prompt.num_wanted(2)  # logits behind the first 2 tokens
+    >>> prompt.num_wanted(2)  # of a chunk that ends after the first 2 tokens
     2
     >>> prompt.add(np.zeros((2, 8), np.float32))
     >>> [token and token.token_id for token in prompt.found]
@@ -38,13 +38,21 @@ class PromptLogprobs:
         self.found: list[PromptToken | None] = [None]
 
     def num_wanted(self, end: int) -> int:
-        """Number of last tokens whose logits are wanted of a chunk that ends behind `end` tokens."""
+        """Return how many of its last rows of logits a chunk must return if it ends after `end` prompt tokens."""
         return max(0, end - len(self.found) + 1) if len(self.found) < len(self._prompt) else 0
 
     def add(self, logits: Any) -> None:
-        """Take the wanted logits of a chunk, float32 of shape (num_wanted, vocab_size). Computes one row at a time.
+        """Add the log probabilities of a chunk.
 
-        Raises ValueError when the largest of a row is not finite: the model has failed.
+        Parameters
+        ----------
+        logits : ndarray of float32, shape (num_wanted, vocab_size)
+            The chunk's rows. They are processed one by one, to save memory.
+
+        Raises
+        ------
+        ValueError
+            If the largest logit of a row is not finite: the model has failed.
         """
         for row, token in zip(logits, self._prompt[len(self.found) :], strict=False):
             check_logits(row, row.max())

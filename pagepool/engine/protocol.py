@@ -1,4 +1,4 @@
-"""TextEngine: what `pagepool.serve` needs of an engine."""
+"""TextEngine: the interface of an engine that `pagepool.serve` uses."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ __all__ = ["TextEngine"]
 
 
 class TextEngine(Protocol):
-    """Serves requests behind `pagepool.serve.app`: an `Engine`, or the front end of a cluster.
+    """Runs the requests of `pagepool.serve.app`: an `Engine`, or the front end of a cluster.
 
-    encoder, tokenizer  for prompts, and for the texts of single tokens
-    max_model_len       most tokens of prompt and output, or None
-    sampling_defaults   the model's own defaults of fields of `SamplingParams`
-    is_accepting        whether requests are taken
-    failure             the exception that has ended all work, or None
+    Attributes
+    ----------
+    encoder : Encoder
+        Turns prompts into token ids.
+    tokenizer : object or None
+        Gives the texts of single tokens.
+    max_model_len : int or None
+        Most tokens of prompt and output.
+    sampling_defaults : dict
+        The model's own defaults of `SamplingParams`.
+    is_accepting : bool
+        True while requests are accepted.
+    failure : BaseException or None
+        The exception that ended all work.
     """
 
     encoder: Encoder
@@ -31,17 +40,17 @@ class TextEngine(Protocol):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """The most tokens of a prompt; None: no limit."""
+        """Most tokens of a prompt, or None without a limit."""
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """The most tokens that a prompt of this many can get, at least 1."""
+        """Return the most new tokens for a prompt of this length, at least 1."""
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that wait or run."""
 
     def bad_word_ids(self, words: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of `SamplingParams.bad_words`. Raises `RequestRejected` or TypeError."""
+        """Return the token ids of `SamplingParams.bad_words`. Raises `RequestRejected` or TypeError."""
 
     def submit(
         self,
@@ -56,7 +65,7 @@ class TextEngine(Protocol):
         """Queue a prompt. Raises `RequestRejected` or `EngineClosed`."""
 
     def stats(self) -> dict[str, Any]:
-        """Counters, `ended`, `prompt_tokens` and `generated_tokens` among them."""
+        """Return a dict of counters. It has at least `ended`, `prompt_tokens`, `generated_tokens`, `cached_tokens`."""
 
     def observed(self) -> dict[str, Any]:
-        """The objects that `PagepoolCollector` shows, as its arguments."""
+        """Return the arguments of `PagepoolCollector` for this engine."""

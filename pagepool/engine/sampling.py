@@ -1,4 +1,4 @@
-"""The next token of one sequence from its logits: greedy or drawn, by a generator of the request's own."""
+"""Choose the next token of a request from its logits: greedy, or sampled with the request's own random generator."""
 
 from __future__ import annotations
 
@@ -16,64 +16,68 @@ from pagepool.engine.drawing import draw
 
 __all__ = ["Sampler", "SamplingParams", "check_logits", "logprobs_of", "sampling_defaults_of"]
 
-LOWEST = 1e-30  # smallest temperature in float32; smaller ones give the same result, as do ones above its inverse
+LOWEST = 1e-30  # lower bound of the temperature in float32; 1 / LOWEST is the upper bound. No result changes
 MAX_LOGPROBS = 20  # the limit of OpenAI's API
-MAX_BIAS = 100.0  # as OpenAI's
+MAX_BIAS = 100.0  # the limit of OpenAI's API
 MAX_BAD_WORDS = 256
 MAX_BAD_LENGTH = 16_384  # characters of all bad words together
 MAX_STOP = 64
 MAX_STOP_LENGTH = 16_384  # characters of all stop strings together
-LEAST = -3e38  # a logit in float32
-ROW = 128  # logits per row: the maxima of rows bound the search for the largest logits
+LEAST = -3e38  # close to the lowest float32
+ROW = 128  # logits per row in the search for the largest logits
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """Sampling parameters and stop conditions of one request.
 
     Parameters
     ----------
-    max_new_tokens : int or None
-        Maximum number of generated tokens. None: as many as fit. 0: only the prompt is computed, for `prompt_logprobs`.
+    max_new_tokens : int, optional
+        Most generated tokens, at least 1. Default: as many as the model and the pool have room for. 0 computes only the
+        prompt and needs `prompt_logprobs`.
     temperature : float
-        Divides the logits. 0: always the most likely token.
+        Logits are divided by it. 0: always the most likely token.
     top_k : int
-        Draw only from the k most likely tokens. 0: from all.
+        Sample only from the k most likely tokens. 0: from all tokens.
     top_p : float
-        Draw only from the most likely tokens that together have this probability, above 0 and up to 1.
-    seed : int or None
-        Seed of the request's own generator, at least 0. The same seed draws the same numbers, whichever other requests
-        run. None: a new seed for each request.
+        Sample only from the smallest set of most likely tokens with at least this total probability, above 0 and up
+        to 1.
+    seed : int, optional
+        Seed of the request's own random generator, at least 0. The same seed gives the same random numbers, independent
+        of other requests. Default: a new seed for each request.
     stop : str or sequence of str
-        Strings that end the text. They are not part of it. Up to 64, of 16,384 characters together.
-    stop_token_ids : sequence of int
+        Strings that end the text. The text ends before the stop string. At most 64 strings with 16,384 characters
+        together.
+    stop_token_ids : iterable of int
         Tokens that end the text, in addition to the stop tokens of the model.
+    logprobs : int, optional
+        Number of most likely tokens that are reported with each token, from 0 to 20. Default: no log probabilities.
     ignore_eos : bool
-        Whether the stop tokens of the model do not end the text.
+        Do not end the text at the stop tokens of the model.
     min_tokens : int
-        Number of tokens before a stop token or a stop string may end the text.
+        A stop token or stop string can end the text only after this number of tokens.
     min_p : float
-        Draw only tokens with at least this share, from 0 to 1, of the highest probability.
+        Sample only tokens with at least this fraction of the highest probability, from 0 to 1.
     presence_penalty : float
         Subtracted from the logit of each token that was generated, from -2 to 2.
     frequency_penalty : float
-        Subtracted once for each time that the token was generated, from -2 to 2.
+        Subtracted from a token's logit once for each time it was generated, from -2 to 2.
     repetition_penalty : float
-        Positive logits of tokens of the prompt and of generated tokens are divided by it, negative ones multiplied.
-    logit_bias : mapping
-        From token ids to a number that is added to the logit, from -100 to 100. Kept as pairs.
-    bad_words : sequence
-        Up to 256 words that are not generated, with or without a space before them. A word may also be token ids.
-    logprobs : int or None
-        Number of the most likely tokens that are reported with each token, from 0 to 20. None: no log probabilities.
-    prompt_logprobs : int or None
-        The same for the tokens of the prompt. None: the prompt may begin with cached pages, and their log
-        probabilities are not known.
+        For tokens of the prompt and the output: positive logits are divided by it, negative ones multiplied.
+    logit_bias : mapping of int to float
+        Added to the logits, by token id; clipped to -100 to 100. Stored as sorted pairs.
+    bad_words : str or sequence
+        Words that are never generated, alone or after a space: at most 256 texts. A word can also be a sequence of
+        token ids.
+    prompt_logprobs : int, optional
+        The same as `logprobs` for the tokens of the prompt. Such a request does not read the prefix cache, because the
+        log probabilities of cached tokens are not known.
 
     Raises
     ------
     TypeError, ValueError
-        For a field of a wrong type or out of range.
+        If a field has a wrong type or is out of range.
 
     Examples
     --------
@@ -108,7 +112,7 @@ class SamplingParams:
         if not 0.0 < real("top_p", self.top_p) <= 1.0:
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
         if self.seed is not None:
-            object.__setattr__(self, "seed", integer("seed", self.seed, 0))  # random takes -1 for 1
+            object.__setattr__(self, "seed", integer("seed", self.seed, 0))  # Random(-1) and Random(1) are equal
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -133,9 +137,9 @@ class SamplingParams:
 
 
 def sampling_defaults_of(model: Any) -> dict[str, Any]:
-    """The model's own defaults of fields of `SamplingParams`: those that its `generation_config` sets.
+    """Return the defaults of `SamplingParams` in the `generation_config` of a model.
 
-    They are as they stand there, and may be no `SamplingParams`. `do_sample` is not read, as in vLLM.
+    The values are not checked. `do_sample` is not read, as in vLLM.
     """
     config: Any = getattr(model, "generation_config", None)
     found = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
@@ -144,10 +148,10 @@ def sampling_defaults_of(model: Any) -> dict[str, Any]:
 
 
 def _read_stop(stop: Any) -> tuple[str, ...]:
-    """The stop strings."""
+    """Check the stop strings and return them as a tuple."""
     texts: tuple[str, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(texts) > MAX_STOP:
-        raise ValueError(f"stop may have up to {MAX_STOP} strings, not {len(texts)}")
+        raise ValueError(f"stop must have at most {MAX_STOP} strings, not {len(texts)}")
     for text in texts:
         if not isinstance(text, str):
             raise wrong("a stop string", "a str", text)
@@ -155,12 +159,12 @@ def _read_stop(stop: Any) -> tuple[str, ...]:
             raise ValueError("a stop string needs at least 1 character, got 0")
     length = sum(map(len, texts))
     if length > MAX_STOP_LENGTH:
-        raise ValueError(f"stop may have up to {MAX_STOP_LENGTH} characters together, not {length}")
+        raise ValueError(f"stop must have at most {MAX_STOP_LENGTH} characters in total, not {length}")
     return texts
 
 
 def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:
-    """Pairs of a token id and its bias, by token id."""
+    """Check the logit biases and return pairs (token id, bias), sorted by token id."""
     if not isinstance(bias, Mapping | tuple):
         raise wrong("logit_bias", "a mapping from token ids to numbers", bias)
     found = {}
@@ -171,7 +175,7 @@ def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:
 
 
 def _read_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Words as they are, or their token ids."""
+    """Check the bad words. Texts stay texts, token ids become tuples."""
     if not isinstance(words, Iterable):
         raise wrong("bad_words", "a sequence", words)
     words = (words,) if isinstance(words, str) else tuple(words)
@@ -182,26 +186,35 @@ def _read_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
                 raise wrong("a word of bad_words", "a str or token ids", word)
             word = tuple(integer("a token of bad_words", token, 0) for token in word)
         if not (word.strip() if isinstance(word, str) else word):
-            raise ValueError("a word of bad_words needs at least 1 token or a character that is no space, got 0")
+            raise ValueError("a word of bad_words must have at least 1 token or 1 non-space character, not 0")
         found.append(word)
     texts = sum(isinstance(word, str) for word in found)
     if texts > MAX_BAD_WORDS or len(found) > 2 * MAX_BAD_WORDS:
-        raise ValueError(f"bad_words may have up to {MAX_BAD_WORDS} words, not {len(found)}")
+        raise ValueError(f"bad_words must have at most {MAX_BAD_WORDS} words, not {len(found)}")
     length = sum(len(word) for word in found if isinstance(word, str))
     if length > MAX_BAD_LENGTH:
-        raise ValueError(f"bad_words may have up to {MAX_BAD_LENGTH} characters together, not {length}")
+        raise ValueError(f"bad_words must have at most {MAX_BAD_LENGTH} characters in total, not {length}")
     return tuple(found)
 
 
 class Sampler:
-    """Chooses the tokens of one request, one after another.
+    """Chooses the tokens of one request.
 
-    The choice depends on the logits, the `SamplingParams` and how many tokens were drawn before: each takes one number
-    of the request's generator. Where `top_p` needs more for a token, that number begins another generator.
+    The choice depends on the logits, the `SamplingParams` and the number of earlier tokens. Each token uses exactly one
+    number of the request's random generator. If `top_p` needs more numbers for a token, a second generator is seeded
+    with that number.
 
-    num_drawn  how many tokens of this request an earlier run of it has drawn: it goes on behind them
-    tokens     the prompt and these tokens, for penalties and bad words, which are token ids here
+    Parameters
+    ----------
+    params : SamplingParams
+        The request's parameters, with token ids in `bad_words`.
+    num_drawn : int
+        Number of tokens that an earlier run of this request has sampled. The random generator continues after them.
+    tokens : sequence of int
+        The prompt, followed by these tokens. Used by penalties and bad words.
 
+    Examples
+    --------
     >>> logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
     >>> greedy = Sampler(SamplingParams(max_new_tokens=1))
     >>> greedy.sample(logits)
@@ -224,9 +237,22 @@ class Sampler:
                 self._random.random()
 
     def sample(self, logits: Any) -> int:
-        """The next token, given the logits of all tokens, float32 of shape (vocab_size,).
+        """Choose the next token.
 
-        Raises ValueError when one of them is NaN or inf: the model has failed.
+        Parameters
+        ----------
+        logits : ndarray of float32, shape (vocab_size,)
+            Logits of all tokens; not modified.
+
+        Returns
+        -------
+        int
+            The token id.
+
+        Raises
+        ------
+        ValueError
+            If a logit is NaN or inf: the model has failed.
         """
         if self._adjuster is None:
             return self._choose(logits)
@@ -266,10 +292,14 @@ class Sampler:
             yield others.random()
 
     def logprobs(self, logits: Any, token: int) -> tuple[float | None, dict[int, float]]:
-        """The natural logarithm of the model's own probability of `token`, and of the most likely tokens by id, most
-        likely first: as many as the request's `logprobs`, which may be None: (None, {}).
+        """Return the log probabilities that the request asks for.
 
-        Nothing that the request asks for changes them: neither temperature nor `top_p`, penalties or biases.
+        They are the model's own: temperature, `top_p`, penalties and biases do not change them.
+
+        Returns
+        -------
+        tuple
+            As `logprobs_of` with the request's `logprobs` as `count`; `(None, {})` if that is None.
         """
         if self.params.logprobs is None:
             return None, {}
@@ -277,8 +307,22 @@ class Sampler:
 
 
 def logprobs_of(logits: Any, token: int, count: int) -> tuple[float, dict[int, float]]:
-    """The natural logarithms of the probability of `token`, and of the `count` most likely tokens by id, most likely
-    first. `logits` is float32 of shape (vocab_size,); the sum is float64."""
+    """Return the natural log probability of `token`, and of the `count` most likely tokens.
+
+    Parameters
+    ----------
+    logits : ndarray of float32, shape (vocab_size,)
+        Logits of all tokens. Their exponentials are summed in float64.
+    token : int
+        A token id.
+    count : int
+        Number of most likely tokens.
+
+    Returns
+    -------
+    tuple of float and dict
+        The dict is by token id, most likely first.
+    """
     best = logits.max()
     total = float(best) + float(np.log(np.exp(logits - best).sum(dtype=np.float64)))
     count = min(count, len(logits))
@@ -288,9 +332,9 @@ def logprobs_of(logits: Any, token: int, count: int) -> tuple[float, dict[int, f
 
 
 def _largest(values: Any, count: int) -> Any:
-    """The indices of the `count` largest, rising; of equal ones the lower indices."""
+    """Return the indices of the `count` largest values in rising order. Among equal values, lower indices win."""
     rows = len(values) // ROW
-    if count <= rows:  # `count` rows have a maximum of at least `bound`, and few other values reach it
+    if count <= rows:  # `count` rows have a maximum of at least `bound`, so the `count` largest values reach it as well
         bound = np.partition(values[: rows * ROW].reshape(rows, ROW).max(1), -count)[-count]
         found = np.flatnonzero(values >= bound)
     else:
@@ -304,6 +348,6 @@ def _largest(values: Any, count: int) -> Any:
 
 
 def check_logits(logits: Any, most: Any) -> None:
-    """Raise ValueError if the largest logit is not finite. NumPy takes NaN for the largest."""
+    """Raise ValueError if `most`, the largest logit, is not finite. NumPy's `max` returns NaN if any value is NaN."""
     if not isfinite(most):
-        raise ValueError(f"the logit of token {logits.argmax()} is {most}: the model's result is of no use")
+        raise ValueError(f"the logit of token {logits.argmax()} is {most}: the model has failed")

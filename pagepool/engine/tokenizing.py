@@ -1,4 +1,4 @@
-"""From texts and conversations to tokens, and from tokens, as they come, to text."""
+"""Turn prompts and chats into token ids, and generated tokens into text."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ from pagepool.errors import RequestRejected
 __all__ = ["MAX_TOKENIZERS", "TOO_LONG", "Detokenizer", "Encoder", "stop_token_ids_of"]
 
 TOO_LONG = "context_length_exceeded"
-MAX_TOKENIZERS = 2  # prompts that are tokenized at the same time, each by a tokenizer of its own
+MAX_TOKENIZERS = 2  # number of prompts that are tokenized at the same time, each with its own tokenizer object
 
-# A tokenizer may write a token differently at the beginning of a text: decode it behind this many tokens of the prompt.
+# Tokenizers may decode a token differently at the beginning of a text. So the first generated token is decoded together
+# with the last tokens of the prompt.
 CONTEXT = 6
-REPLACEMENT = "\ufffd"  # decoders write it for an incomplete character
-MAX_INCOMPLETE = 3  # tokens that an incomplete character may have: it has up to 4 bytes, each token at least 1
+REPLACEMENT = "\ufffd"  # decoders return it for an incomplete character
+MAX_INCOMPLETE = 3  # most tokens of an incomplete character: characters have up to 4 bytes, tokens at least 1
 
 
 class Encoder:
-    """Turns prompts into tokens. Any thread may call it.
+    """Turns prompts into token ids. Any thread may call it.
 
-    Up to `MAX_TOKENIZERS` threads tokenize at the same time. The second one makes a copy of the tokenizer, which is
-    kept.
+    Up to `MAX_TOKENIZERS` threads tokenize at the same time. When a second thread needs a tokenizer, it is copied, and
+    the copy is kept.
 
-    tokenizer   one of transformers, or None: prompts are token ids then
-    vocab_size  how many tokens the model knows
+    Parameters
+    ----------
+    tokenizer : object or None
+        A tokenizer of transformers. None: prompts must be token ids.
+    vocab_size : int
+        Number of tokens in the model's vocabulary.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
@@ -42,14 +47,30 @@ class Encoder:
     def encode(self, prompt: str | Iterable[int], max_tokens: int | None = None, **options: Any) -> list[int]:
         """Return the token ids of a prompt, as a new list.
 
-        max_tokens  a text with so many characters that it must have more tokens is refused before it is tokenized. A
-                    text that passes may still have more tokens
-        options     of the tokenizer's call, such as `add_special_tokens`
+        Parameters
+        ----------
+        prompt : str or iterable of int
+            A text, or token ids.
+        max_tokens : int, optional
+            Refuse a text before tokenizing it if its number of characters already implies more tokens. The result may
+            still have more tokens than this.
+        **options
+            Arguments of the tokenizer, such as `add_special_tokens`.
 
-        Raises TypeError for a text without a tokenizer and for a prompt of a wrong type, `RequestRejected` for a
-        prompt without tokens, a text that is too long, a text that UTF-8 cannot encode and a token that the model does
-        not know.
+        Returns
+        -------
+        list of int
+            Token ids.
 
+        Raises
+        ------
+        RequestRejected
+            If the prompt is empty or too long, has an unknown token, or cannot be encoded as UTF-8.
+        TypeError
+            If the prompt has a wrong type, or is a text without a tokenizer.
+
+        Examples
+        --------
         >>> Encoder(None, vocab_size=100).encode(range(3))
         [0, 1, 2]
         """
@@ -64,16 +85,28 @@ class Encoder:
         except ValueError as error:
             raise RequestRejected(str(error)) from None
         if not tokens:
-            raise RequestRejected("a prompt needs at least 1 token, got 0")
+            raise RequestRejected("the prompt must have at least 1 token, not 0")
         return tokens
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
-        """The token ids of a conversation, up to where the assistant's next message begins.
+        """Return the token ids of a chat, including the header of the assistant's next message.
 
-        messages    each has "role" and "content", as the tokenizer's chat template wants them
-        max_tokens  as in `encode`
+        Parameters
+        ----------
+        messages : sequence of mappings
+            Messages for the tokenizer's chat template, each with "role" and "content".
+        max_tokens : int, optional
+            As in `encode`.
 
-        Raises `RequestRejected` where the tokenizer has no chat template, and for messages that it does not take.
+        Returns
+        -------
+        list of int
+            Token ids.
+
+        Raises
+        ------
+        RequestRejected
+            If the tokenizer has no chat template, the template refuses the messages, or `encode` refuses the text.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise RequestRejected("the model's tokenizer has no chat template")
@@ -82,13 +115,13 @@ class Encoder:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except ImportError:
             raise
-        except Exception as error:  # whatever the template raises
-            raise RequestRejected(f"the chat template does not take these messages: {error}") from error
+        except Exception as error:  # a template may raise any exception
+            raise RequestRejected(f"the chat template refuses the messages: {error}") from error
         return self.encode(text, max_tokens, add_special_tokens=False)
 
     def _tokens_of(self, prompt: str, options: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
-            raise TypeError("a prompt must be token ids, not str: there is no tokenizer")
+            raise TypeError("the prompt must be token ids without a tokenizer, not str")
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
@@ -99,7 +132,7 @@ class Encoder:
 
     @contextmanager
     def _own_tokenizer(self) -> Iterator[Any]:
-        """A tokenizer that no other thread calls meanwhile."""
+        """Reserve a tokenizer for the calling thread."""
         with self._room:
             try:
                 tokenizer = self._free.pop()
@@ -112,7 +145,7 @@ class Encoder:
 
     @cached_property
     def _longest_token(self) -> int | None:
-        """Characters of the longest token, or None where the tokenizer does not list its tokens."""
+        """Number of characters of the longest token, or None if the tokenizer does not list its tokens."""
         vocabulary: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=None)
 
@@ -126,16 +159,28 @@ class Encoder:
 
 
 class Detokenizer:
-    """Turns the tokens of one request into text, piece by piece.
+    """Turns the tokens of one request into text, token by token.
 
-    tokenizer  has `decode(ids, skip_special_tokens=True)`, like a tokenizer of transformers; None: all text is empty
-    prompt     the tokens before
-    stop       strings that end the text
+    A character of several tokens is returned with its last token. Tokens that do not form a character become U+FFFD.
+    Text that may be the beginning of a stop string is held back until this is decided. While `may_stop` is False, stop
+    strings are ignored.
 
-    A character that comes in several tokens is returned with its last one; tokens that cannot complete one become
-    U+FFFD. Text that may be the beginning of a stop string is held back until that is decided. While `may_stop` is
-    False no stop string is looked for. Raises TypeError for stop strings without a tokenizer.
+    Parameters
+    ----------
+    tokenizer : object or None
+        Has `decode(ids, skip_special_tokens=True)`, like a tokenizer of transformers. None: all texts are empty.
+    prompt : sequence of int
+        Tokens of the prompt.
+    stop : tuple of str
+        Strings that end the text.
 
+    Raises
+    ------
+    TypeError
+        If there are stop strings but no tokenizer.
+
+    Examples
+    --------
     >>> class Letters:
     ...     def decode(self, ids, skip_special_tokens):
     ...         return "".join(map(chr, ids))
@@ -148,18 +193,18 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
         if stop and tokenizer is None:
-            raise TypeError(f"stop needs a tokenizer: {stop[0]!r} is text")
+            raise TypeError(f"stop must be empty without a tokenizer, not {stop[0]!r}")
         self.stopped, self.may_stop = False, True
         self._tokenizer = tokenizer
         self._stop = sorted(stop)
         self._held = ""
-        # First the tokens with known text, then the tokens of an incomplete character; `_known` is the known text.
+        # `_ids` holds `_num_known` tokens with the decoded text `_known`, then the tokens of an incomplete character.
         self._ids = list(prompt[-CONTEXT:]) if tokenizer is not None else []
         self._num_known = len(self._ids)
         self._known = self._decode(self._ids)
 
     def add(self, token: int) -> str:
-        """Take the next token and return the text that is certain now; sets `stopped` when a stop string has come."""
+        """Add the next token and return the text that is final now. Sets `stopped` at a stop string."""
         if self._tokenizer is None:
             return ""
         self._ids.append(token)
@@ -176,7 +221,7 @@ class Detokenizer:
         return self._up_to_stop(new)
 
     def flush(self) -> str:
-        """The text that was held back, when no more tokens come."""
+        """Return the text that was held back. Called after the last token."""
         rest = self._decode(self._ids)[len(self._known) :] if self._tokenizer is not None else ""
         text = self._up_to_stop(rest) + self._held
         self._held, self._ids, self._num_known, self._known = "", [], 0, ""
@@ -186,7 +231,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
 
     def _up_to_stop(self, new: str) -> str:
-        """Return the text that was held back and `new`, up to where a stop string is or may begin."""
+        """Return the held text and `new`, up to the first place where a stop string begins or may begin."""
         if not self._stop or self.stopped or not self.may_stop:
             return "" if self.stopped else new
         text, held = self._held + new, len(self._held)
@@ -194,19 +239,19 @@ class Detokenizer:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        # What is held begins where it did before or later, so that each place is left once.
+        # Each place is passed once: the held text never begins earlier than before.
         begin = next((place for place in range(len(text)) if self._may_begin(text[place:])), len(text))
         self._held = text[begin:]
         return text[:begin]
 
     def _may_begin(self, text: str) -> bool:
-        """Whether a stop string begins with `text`."""
+        """Return true if a stop string begins with `text`."""
         place = bisect_left(self._stop, text)
         return place < len(self._stop) and self._stop[place].startswith(text)
 
 
 def stop_token_ids_of(model: Any, tokenizer: Any) -> frozenset[int]:
-    """The tokens that end every text of the model, as it or else its tokenizer says."""
+    """Return the tokens that end every text of the model, from its `generation_config` or else from its tokenizer."""
     config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
     if found is None:

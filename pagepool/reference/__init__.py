@@ -1,7 +1,7 @@
 """Memory, attention and scheduling in readable pure Python: specification, test oracle and baseline.
 
-Never imported by the core. The classes have the names, methods and meanings of the compiled ones, so that one can stand
-in for the other.
+The core never imports it. The classes have the same names, methods and results as the compiled classes, so that either
+can replace the other.
 """
 
 from pagepool.reference.allocator import BlockAllocator

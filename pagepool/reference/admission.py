@@ -1,4 +1,4 @@
-"""Which waiting requests become active, in plain Python."""
+"""Admission of waiting requests, in plain Python."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from pagepool.reference.tenants import Tenants
 
 __all__ = ["Admission"]
 
-SPARE_BLOCKS = 1  # per active request, that stay free when a preempted one comes back
+SPARE_BLOCKS = 1  # blocks per active request that must stay free when a preempted request is admitted
 
 
 class Admission(Preemption):
-    """From the waiting queue to the active requests: `ring`, the one that has waited longest for a step first, and
-    `admitted`, the same in the order of admission. `short`: the next request when it did not fit, the number of
-    requests that had left by then, the room, and how many of its tokens were cached."""
+    """Moves requests from the waiting queue to the active requests.
+
+    `ring` has the active requests, the one that waited longest for a step first. `admitted` has the same requests in
+    the order of admission. `short` describes the last request that did not fit: the request, the number of requests
+    that had left until then, the available blocks, and its cached tokens.
+    """
 
     def __init__(self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, tenants: Tenants) -> None:
         super().__init__(config, allocator, block_size, cache, tenants)
@@ -31,17 +34,17 @@ class Admission(Preemption):
 
     @property
     def waiting(self) -> list[Request]:
-        """The requests that wait."""
+        """The waiting requests, including preempted ones."""
         return [request for request in self.tenants.requests() if request.state in ("waiting", "preempted")]
 
     def gone(self, request: Request) -> None:
-        """It is no longer active."""
+        """Remove a request from the active requests."""
         self.ring.remove(request)
         self.admitted.remove(request)
         self.num_gone += 1
 
     def _admit(self) -> None:
-        """Admit as many as places, quotas and blocks allow; no request overtakes the next one."""
+        """Admit as many requests as places, quotas and blocks allow. No request overtakes the next one."""
         config = self.config
         for known in self.waiting:
             if known.awaits is not None and (self._is_aged(known) or not self._is_coming(*known.awaits)):
@@ -72,13 +75,13 @@ class Admission(Preemption):
             self.admitted.append(request)
 
     def _next(self) -> tuple[Request | None, bool]:
-        """The next request, and whether it has waited so long that none may overtake it."""
+        """Return the next request, and true if it has waited so long that no request may overtake it."""
         policy = self.config.policy
         lines: dict[Any, list[Request]] = {}
         for request in sorted(self.waiting, key=lambda request: request.rank):
             if request.awaits is None:
                 lines.setdefault(request.tenant, []).append(request)
-        # A preempted request, which the quota counts already, may always start, and keeps others out until it does.
+        # The quota still counts a preempted request, so it may always start. It blocks its tenant until it starts.
         counted = [[request for request in line if request.counted] for line in lines.values()]
         oldest = [min(line, key=lambda request: request.id) for line in [*lines.values(), *counted] if line]
         old = [request for request in oldest if self._is_aged(request) and self.tenants.may_start(request)]
@@ -97,8 +100,10 @@ class Admission(Preemption):
         return most is not None and self.num_steps - request.arrived >= most
 
     def _leader(self, request: Request) -> tuple[Request, int] | None:
-        """The prefill to wait for, and how many tokens it has to read first. It computes most of the next blocks of the
-        request, and its priority is not lower."""
+        """Return the prefill to wait for and the number of tokens that it must process first, or None.
+
+        This is the prefill that computes the most of the request's next blocks. Its priority must not be lower.
+        """
         known = max(request.fed, self._cached(request))
         leader = None
         if not request.reads_cache:
@@ -113,14 +118,14 @@ class Admission(Preemption):
         return leader
 
     def _shared(self, request: Request, other: Request) -> int:
-        """Tokens of the first blocks that both prompts have; at least one token of the request is left to compute."""
+        """Return the number of tokens in common leading blocks. Leaves at least one token of the request to compute."""
         most = min(len(request.prompt_tokens), request.total_tokens - 1, len(other.prompt_tokens))
         pairs = zip(request.prompt_tokens[:most], other.prompt_tokens, strict=False)
         same = next((place for place, (one, two) in enumerate(pairs) if one != two), most)
         return same // self.block_size * self.block_size
 
     def _is_coming(self, leader: Request, until: int) -> bool:
-        """Whether it is still to be read up to there, for others to find."""
+        """Return true if the leader will still process its tokens up to `until` and publish them."""
         is_known = self.cache is not None and leader.epoch == self.cache.forgotten
         return is_known and leader.state == "prefilling" and leader.fed < until
 
@@ -132,7 +137,7 @@ class Admission(Preemption):
         return min(int(self.cache.cached_tokens(prompt, **self.keys_of(request, group))) for group in groups)
 
     def _start(self, request: Request) -> bool:
-        """Give it its blocks: cached ones and those that it kept. False, and as before, when it does not fit."""
+        """Start a request with cached blocks and its kept blocks. Returns false, unchanged, if it does not fit."""
         before, fed = request.kv, request.fed
         if before is None:
             request.kv = self._open(request)
@@ -155,7 +160,7 @@ class Admission(Preemption):
         return PagedSeqState(self.allocator, self.block_size, self.blocks_for(request.max_tokens))
 
     def _adopt(self, request: Request) -> bool:
-        """Begin with cached blocks, where they are more than it was left."""
+        """Use cached blocks if they hold more tokens than the blocks that the request kept."""
         if not request.reads_cache:
             return False
         full = (request.total_tokens - 1) // self.block_size
@@ -176,7 +181,7 @@ class Admission(Preemption):
         return found
 
     def _adopt_hybrid(self, request: Request) -> bool:
-        """As far as its recurrent state, if it has one, was kept."""
+        """Use cached blocks up to the longest prefix with a saved recurrent state."""
         size, tokens, keys = self.block_size, request.all_tokens, {"cache_salt": request.keys["cache_salt"]}
         most, groups = tokens[: (len(tokens) - 1) // size * size], range(len(self.groups))
         found = [self.cache.match_prefix(most, **self.keys_of(request, group)) for group in groups]
@@ -194,7 +199,7 @@ class Admission(Preemption):
         return begin > 0
 
     def _stop_at(self, leader: Request, until: int) -> None:
-        """The leader keeps its recurrent state there, for a request that shares these tokens."""
+        """Make the leader save its recurrent state at `until`, for a request that shares these tokens."""
         if self.checkpoints is not None:
             position = until - until % self.checkpoints.index.align
             if position > leader.fed and position not in [known for known, _ in leader.stops]:

@@ -6,7 +6,7 @@ Invariants, which `check()` verifies:
     free_count == len(free list) + (capacity - fresh)
     ref_count(b) == 0  exactly for the blocks of the free list and for b >= fresh
     no block is in the free list twice
-    ref_count(b) == references of sequences and caches + references of others
+    ref_count(b) == references of sequences and caches + references of other owners
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_BLOCKS = 2**31 - 1
 class BlockAllocator:
     """Hands out the ids 0 .. num_blocks - 1 and counts the references to each.
 
-    A fresh allocator hands out 0, 1, 2, ...; later the most recently freed block first. Every call checks everything
+    A fresh allocator hands out 0, 1, 2, ...; later the most recently freed block first. Every call checks all arguments
     before it changes anything.
 
     >>> allocator = BlockAllocator(4)
@@ -54,7 +54,7 @@ class BlockAllocator:
         self._owners: WeakSet[Any] = WeakSet()  # sequences and caches
 
     def read_block_size(self, block_size: int | None) -> int:
-        """Return the block size for a new holder: `block_size`, or for None that of an attached pool, else 16."""
+        """Return the block size for a new owner: `block_size`. For None: the block size of an attached pool, or 16."""
         pools = max((int(pool.layout.block_size) for pool in self.attached), default=0)
         if block_size is None:
             return pools or 16
@@ -65,21 +65,21 @@ class BlockAllocator:
 
     @property
     def free_count(self) -> int:
-        """Blocks that can be allocated."""
+        """Number of blocks that can be allocated."""
         return len(self._freed) + self.capacity - self._fresh
 
     @property
     def in_use(self) -> int:
-        """Blocks with at least one reference."""
+        """Number of blocks with at least one reference."""
         return self._fresh - len(self._freed)
 
     @property
     def available(self) -> int:
-        """Blocks that can be taken: the free ones, and those that the capacity may still grow by."""
+        """Number of free blocks, plus the number of blocks that the capacity may still grow by."""
         return self.free_count + self.max_capacity - self.capacity
 
     def grow(self, num_blocks: int) -> None:
-        """Raises the capacity to `num_blocks`, at least the present one and at most the maximum."""
+        """Raise the capacity to `num_blocks`. Raises `ValueError` below the present capacity or above the maximum."""
         number = integer("num_blocks", num_blocks, 0, self.max_capacity)
         if number < self.capacity:
             raise ValueError(f"num_blocks must be from {self.capacity} to {self.max_capacity}, not {number}")
@@ -96,67 +96,67 @@ class BlockAllocator:
         return self.capacity
 
     def allocate(self) -> int:
-        """Takes one block, with one reference. Raises `PoolExhausted` when none is free."""
+        """Take one block, with one reference. Raises `PoolExhausted` if no block is free."""
         if not self.available:
             raise PoolExhausted(f"asked for 1 block, 0 of {self.max_capacity} are free")
         return self._take()
 
     def allocate_n(self, n: int) -> np.ndarray:
-        """Takes `n` blocks, or none: int32 `(n,)`, in the order in which `allocate` would give them.
+        """Take `n` blocks, all or nothing: int32 `(n,)`, in the order in which `allocate` would return them.
 
-        Raises `PoolExhausted` when fewer are free, `ValueError` for a negative n.
+        Raises `PoolExhausted` if fewer blocks are free, `ValueError` for a negative n.
         """
         n = integer("n", n, 0)
         self.demand(n)
         return np.array([self._take() for _ in range(n)], dtype=np.int32)
 
     def free(self, blocks: int | Iterable[int]) -> None:
-        """Drops one reference of each block; a block without references is free, the last one given is the next out.
+        """Drop one reference of each block. A block without references is free; the last one is allocated next.
 
-        Raises `InvalidBlock` when a block is out of range, free, or given more often than it has references; then no
-        reference is dropped.
+        Raises `InvalidBlock`, and drops no reference, if a block is out of range, free, or listed more often than it
+        has references.
         """
         ids = self._held(blocks)
         if len(ids) > 1:
             for block, times in Counter(ids).items():
                 if times > self._refs[block]:
-                    raise InvalidBlock(f"block {block} is freed {times} times, it has {self._refs[block]} references")
+                    raise InvalidBlock(f"block {block} is freed {times} times, but has {self._refs[block]} references")
         for block in ids:
             self._refs[block] -= 1
             if not self._refs[block]:
                 self._freed.append(block)
 
     def share(self, blocks: int | Iterable[int]) -> None:
-        """Adds one reference to each block. Raises `InvalidBlock`, and adds none, if one is out of range or free."""
+        """Add one reference to each block. Raises `InvalidBlock`, and adds none, if one is out of range or free."""
         for block in self._held(blocks):
             self._refs[block] += 1
 
     def ref_count(self, block: int) -> int:
-        """References to `block`: 0 when it is free. Raises `InvalidBlock` when it is out of range."""
+        """Return the reference count of `block`, 0 for a free block. Raises `InvalidBlock` if it is out of range."""
         block = self._in_range(block)
         return self._refs[block] if block < self._fresh else 0
 
     def add_owner(self, holder: Any) -> None:
-        """Makes something that holds blocks known: `kind`, `label` and `references()`, an id for each reference."""
+        """Register an owner of blocks: it has `kind`, `label` and `references()`, which lists an id per reference."""
         self._owners.add(holder)
 
     def owners(self, block: int) -> list[tuple[str, Any, int, Any]]:
-        """Who holds a block: kind, label, references and holder; the references add up to `ref_count(block)`."""
+        """Return the owners of a block: kind, label, references, owner. The references add up to `ref_count(block)`."""
         found = [(holder.kind, holder.label, holder.references().count(block), holder) for holder in self._owners]
         found = [owner for owner in found if owner[2]]
         others = self.ref_count(block) - sum(owner[2] for owner in found)
         return found + [("other", None, others, None)] * (others > 0)
 
     def check(self, others: int | None = None) -> None:
-        """Raises `PoolError` when one of the invariants above is broken.
+        """Raise `PoolError` if an invariant above is broken.
 
-        others: how many references belong to no holder, when that is known.
+        `others` is the number of references without a registered owner, if the caller knows it.
         """
         held = Counter(block for holder in self._owners for block in holder.references())
         if any(times > self.ref_count(block) for block, times in held.items()):
-            raise PoolError("a block has fewer references than its holders have")
+            raise PoolError("a block has fewer references than its owners report")
         if others is not None and sum(self._refs) - sum(held.values()) != others:
-            raise PoolError(f"{sum(self._refs) - sum(held.values())} references belong to no holder, not {others}")
+            raise PoolError(f"{sum(self._refs) - sum(held.values())} references have no owner, expected {others}")
         if self.free_count + self.in_use != self.capacity or not 0 <= self._fresh <= self.capacity:
             raise PoolError(f"{self.free_count} free + {self.in_use} in use are not {self.capacity} blocks")
         if len(set(self._freed)) != len(self._freed):
@@ -166,7 +166,7 @@ class BlockAllocator:
             raise PoolError(f"{len(unreferenced)} blocks have no reference, {len(self._freed)} are in the free list")
 
     def demand(self, n: int) -> None:
-        """Raises `PoolExhausted`, with both numbers, when fewer than `n` blocks are free."""
+        """Raise `PoolExhausted`, with both numbers, if fewer than `n` blocks are available."""
         if n > self.available:
             raise PoolExhausted(f"asked for {n} blocks, {self.available} of {self.max_capacity} are free")
 
@@ -195,7 +195,7 @@ class BlockAllocator:
         return number
 
     def _held(self, blocks: int | Iterable[int]) -> list[int]:
-        """`blocks` as a list of ids that all have a reference."""
+        """Return `blocks` as a list of ids. Raises `InvalidBlock` unless all of them have a reference."""
         ids = [self._in_range(block) for block in (blocks if hasattr(blocks, "__iter__") else [blocks])]
         for block in ids:
             if block >= self._fresh or not self._refs[block]:

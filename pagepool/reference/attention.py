@@ -1,14 +1,14 @@
-"""Decode attention in plain Python: float64, online softmax over pages. Oracle of the tests, baseline of the bench.
+"""Decode attention in plain Python: float64, online softmax over pages. Test oracle and benchmark baseline.
 
     x[i, h, t] = sm_scale * q[i, h] . K[s, t, h / G]      G = num_qo_heads / num_kv_heads, s the sequence of query i
                  with a soft cap: cap * tanh(x / cap);    then, with ALiBi: x + slope[h] * (t - position[i])
     lse[i, h] = log(sum_t exp(x[i, h, t]) + exp(sink[h]))    t over the tokens that query i sees
     out[i, h] = sum_t exp(x[i, h, t] - lse[i, h]) * V[s, t, h / G]
-    block_scores[i, h, b] = sum_t exp(x[i, h, t] - lse[i, h])    t over those of block b
+    block_scores[i, h, b] = sum_t exp(x[i, h, t] - lse[i, h])    t over the tokens of block b that query i sees
 
-What IEEE arithmetic makes of special values is the result: a NaN among the scores, or a score of +inf, makes the
-head's output NaN; a score of -inf has weight 0; scores that are all -inf give NaN and the lse -inf. The order in which
-the kernels add is in `pagepool.reference.canonical`.
+Special values follow IEEE arithmetic. A NaN among the scores, or a score of +inf, makes the head's output NaN. A score
+of -inf has weight 0. If all scores are -inf, the output is NaN and the lse is -inf. `pagepool.reference.canonical`
+defines the order of the kernels' sums.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from pagepool.reference.views import View, views
 __all__ = ["decode"]
 
 Vectors = list[list[float]]
-State = tuple[float, float, list[float]]  # maximum, sum of weights, weighted sum of V: both relative to the maximum
+State = tuple[float, float, list[float]]  # maximum m, sum of weights exp(x - m), weighted sum of V
 
 
 class Variant(NamedTuple):
-    """Soft cap, ALiBi slopes and sinks; the last two are None or have a number per query head."""
+    """Soft cap, ALiBi slopes and sinks. Slopes and sinks are None or have one number per query head."""
 
     cap: float
     slopes: list[float] | None
     sinks: list[float] | None
 
     def bend(self, score: float, h: int, distance: int) -> float:
-        """The score after soft cap and slope. `distance` is t - position: above 0 only where a mask allows it."""
+        """Apply soft cap and slope to a score. `distance` is t - position; only a mask allows it to be above 0."""
         if self.cap:
             score = self.cap * tanh(score / self.cap)
         return score + self.slopes[h] * distance if self.slopes is not None else score
 
 
 class Result(NamedTuple):
-    """The result of one query token: per head its output, lse and block scores."""
+    """The result of one query token: output, lse and block scores of each head."""
 
     out: Vectors
     lse: list[float]
@@ -69,11 +69,11 @@ def decode(
     arithmetic: str = "exact",
     num_threads: int | None = None,
 ) -> Any:
-    """Each sequence's query tokens attend over its pages: float64 `(n_tokens, num_qo_heads, v_head_dim)`, or `out`.
+    """Attend over the pages of each sequence. Returns float64 `(n_tokens, num_qo_heads, v_head_dim)`, or `out`.
 
-    The arguments are those of `pagepool.decode`; `pool` may be a reference pool or a compiled one. With `return_lse`
-    and `return_block_scores` these follow the result in a tuple. `num_threads` is ignored; so is `arithmetic`, since
-    this is what both approximate.
+    Takes the arguments of `pagepool.decode`. `pool` may be a reference pool or a compiled pool. With `return_lse` or
+    `return_block_scores` the result is a tuple: the output, then these arrays. `num_threads` is ignored. `arithmetic`
+    is ignored as well: both arithmetics approximate this result.
 
     >>> from pagepool import KvLayout
     >>> from pagepool.reference import KvCachePool
@@ -87,7 +87,7 @@ def decode(
             name = "query_start_loc" if seq_lens is None else "seq_lens"
             raise TypeError(f"{name} must be None when block_tables is a BlockTables")
         if block_tables.allocator not in (None, pool.allocator):
-            raise ValueError("block_tables must be filled with sequences of the pool's allocator, not of another")
+            raise ValueError("block_tables must be filled with sequences of the pool's allocator, not of another one")
         seq_lens, query_start_loc = block_tables.seq_lens, block_tables.query_start_loc
         block_tables = block_tables.block_tables
     if arithmetic not in ("exact", "bf16"):
@@ -119,9 +119,9 @@ def decode(
 
 
 def pages(pool: Any, layer: int, table: list[int], first: int, seq_len: int) -> Iterator[tuple[int, Any, Any]]:
-    """The tokens from `first` on, a page at a time: the first one's position, K and V as lists `[token][kv head][dim]`.
+    """Yield the tokens from `first` on, page by page: position of the first token, then K and V.
 
-    No other page is read.
+    K and V are lists `[token][kv head][dim]`. Pages before `first` are not read.
     """
     size = pool.layout.block_size
     for start in range(first // size * size, seq_len, size):
@@ -134,7 +134,7 @@ def pages(pool: Any, layer: int, table: list[int], first: int, seq_len: int) -> 
 def _attend(
     heads: Vectors, pool: Any, layer: int, table: list[int], view: View, scale: float, variant: Variant
 ) -> Result:
-    """All query heads of one query token."""
+    """Compute all query heads of one query token."""
     dims, size = pool.layout.v_head_dim, pool.layout.block_size
     if not view.seen:
         return Result([[0.0] * dims for _ in heads], [-inf] * len(heads), [[] for _ in heads])
@@ -150,7 +150,7 @@ def _attend(
                 scored[h][begin + i] = variant.bend(product, h, begin + i - view.position)
             scores = [scored[h][begin + i] for i in tokens]
             running[h] = _absorb(running[h], scores, [v_page[i][h // group] for i in tokens])
-    if variant.sinks is not None:  # a score without a value
+    if variant.sinks is not None:  # a sink has a score, and its value is 0
         sinks = zip(running, variant.sinks, strict=True)
         running = [_absorb(state, [sink], [[0.0] * dims]) for state, sink in sinks]
     finished = [_finish(state) for state in running]
@@ -159,7 +159,7 @@ def _attend(
 
 
 def _block_scores(state: State, scored: dict[int, float], view: View, size: int) -> list[float]:
-    """The sum of the weights of each block; blocks outside of the window stay 0."""
+    """Return the sum of the weights of each block, 0 for blocks outside of the window."""
     m, total, _ = state
     sums = [0.0] * -(-view.end // size)
     for t, score in scored.items():
@@ -169,7 +169,7 @@ def _block_scores(state: State, scored: dict[int, float], view: View, size: int)
 
 
 def _absorb(state: State, scores: list[float], values: Vectors) -> State:
-    """The state after more tokens."""
+    """Return the state after more tokens."""
     if not scores:
         return state
     m, total, o = state
@@ -184,7 +184,7 @@ def _absorb(state: State, scores: list[float], values: Vectors) -> State:
 
 
 def _weight(score: float, maximum: float) -> float:
-    """exp(score - maximum), and 0 for a score of -inf even if the maximum is -inf."""
+    """Return exp(score - maximum). A score of -inf gives 0, even if the maximum is -inf."""
     return 0.0 if score == -inf else exp(score - maximum)
 
 

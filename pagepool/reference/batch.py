@@ -1,4 +1,4 @@
-"""Appending to, and releasing, the sequences of a whole batch in plain Python: all of them or none."""
+"""Append to or release all sequences of a batch in plain Python, all or nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["append_batch", "release_batch"]
 
 
 def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None:
-    """Appends `counts[i]` tokens to `states[i]`, in order, to all states or to none.
+    """Append `counts[i]` tokens to `states[i]`, in order; all or nothing.
 
-    Raises `PoolExhausted` when the allocator has too few blocks for all, `ValueError` when the lists differ in
-    length, a state appears twice, a count is negative or a state would pass its maximum.
+    Raises `PoolExhausted` if the allocator has too few blocks for all states. Raises `ValueError` if the lists have
+    different lengths, a state appears twice, a count is negative or a state would exceed its maximum.
     """
     _distinct(states)
     if len(states) != len(counts):
@@ -39,7 +39,7 @@ def append_batch(states: Sequence[PagedSeqState], counts: Sequence[int]) -> None
 
 
 def release_batch(states: Sequence[PagedSeqState], close: bool = False) -> None:
-    """Releases every state, or closes it. Raises `ValueError`, and releases none, when one appears twice."""
+    """Release or close every state. Raises `ValueError`, and releases no state, if a state appears twice."""
     _distinct(states)
     for state in states:
         state._use()

@@ -1,11 +1,11 @@
 """Sequences in plain Python: the map from a sequence's tokens to blocks.
 
-logical block   0     1     2          tokens 0 .. len - 1 lie in the first ceil(len / block_size) blocks;
+logical block   0     1     2          tokens 0 .. len - 1 are in the first ceil(len / block_size) blocks;
 blocks        [ 7  |  2  |  9  ]       later blocks are reserved
 block_table   [ 7  ,  2  ,  9  ,  0, 0, ... ]      zero-padded to max_blocks_per_seq
 slot of token t: blocks[t // block_size] * block_size + t % block_size
 
-Blocks behind a sliding window may be freed: the table has -1 in their places.
+Blocks before a sliding window may be freed. Their entries in the table are -1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["BlockTables", "PagedSeqState"]
 
 
 class PagedSeqState:
-    """One sequence's blocks, bound to the allocator that they come from; they go back when nothing refers to it.
+    """The blocks of one sequence. They are freed when the last reference to this object is dropped.
 
     >>> allocator = BlockAllocator(4)
     >>> parent = PagedSeqState(allocator, block_size=2)
@@ -54,12 +54,12 @@ class PagedSeqState:
         self.len = 0
         self.first_block = 0
         self.closed = False
-        self._blocks: list[int] = []  # of every place, -1 before first_block
+        self._blocks: list[int] = []  # block of each logical block, -1 before first_block
         self._table = np.zeros(self.max_blocks_per_seq, dtype=np.int32)
         allocator.add_owner(self)
 
     def __del__(self) -> None:
-        if hasattr(self, "_table") and not self.closed:  # _table is set last, but for the allocator's list of owners
+        if hasattr(self, "_table") and not self.closed:  # without `_table`, the constructor has raised
             self.release()
 
     @property
@@ -68,7 +68,7 @@ class PagedSeqState:
         return self._blocks[self.first_block :]
 
     def references(self) -> list[int]:
-        """The ids that it has references to."""
+        """Return the ids of the blocks that this sequence has references to."""
         return self.blocks
 
     @property
@@ -82,20 +82,20 @@ class PagedSeqState:
         return self.len
 
     def ensure_capacity(self, target_len: int) -> None:
-        """Reserves blocks for `target_len` tokens. Never changes `len`, never gives blocks back; all or nothing.
+        """Reserve blocks for `target_len` tokens, all or nothing. Never changes `len`, never frees blocks.
 
-        Raises `ValueError` past `max_blocks_per_seq`, `PoolExhausted` when the allocator has too few.
+        Raises `ValueError` above `max_blocks_per_seq`, `PoolExhausted` if the allocator has too few blocks.
         """
         missing = self._missing(integer("target_len", target_len, 0))
         self._extend(missing, iter(self.allocator.allocate_n(missing).tolist()))
 
     def append(self, n: int = 1) -> np.ndarray:
-        """Adds `n` tokens and returns their slots, int64 `(n,)`.
+        """Add `n` tokens and return their slots, int64 `(n,)`.
 
-        Reserves what is missing. A block that will be written and that others hold too is replaced: a new block, a
-        copy of the page in every attached pool if it holds tokens, and then one reference less on the old one.
-        The first new ids replace shared blocks, the rest extend the table. Raises as `ensure_capacity`, and changes
-        nothing then.
+        Reserves missing blocks. A shared block that will be written is replaced by a new block (copy on write). If the
+        old block holds tokens of this sequence, its page is copied in every attached pool. Then one reference of the
+        old block is dropped. The first new ids replace shared blocks, later ids extend the table. Raises the errors of
+        `ensure_capacity` and changes nothing then.
         """
         n = integer("n", n, 0)
         wanted = self._missing(self.len + n) + len(self._shared(n))
@@ -103,7 +103,7 @@ class PagedSeqState:
         return self.slots(n)
 
     def append_taken(self, n: int, taken: Iterator[int]) -> None:
-        """Adds `n` tokens, with blocks that were taken for them."""
+        """Add `n` tokens, with the blocks that the caller has allocated for them."""
         for index in self._shared(n):
             old, new = self._blocks[index], next(taken)
             if index * self.block_size < self.len:
@@ -114,22 +114,23 @@ class PagedSeqState:
         self.len += n
 
     def slots(self, n: int) -> np.ndarray:
-        """The slots of the last `n` tokens, int64 `(n,)`."""
+        """Return the slots of the last `n` tokens, int64 `(n,)`."""
         return np.array([self.slot(token) for token in range(self.len - n, self.len)], dtype=np.int64)
 
     def truncate(self, len: int) -> None:
-        """Keeps the first `len` tokens and frees every block after them, including reserved ones.
+        """Keep the first `len` tokens and free every block after them, including reserved blocks.
 
-        Raises `ValueError` when `len` is negative, above the present one, or within freed blocks.
+        Raises `ValueError` if `len` is negative, above the present length, or within freed blocks.
         """
         self._use()
         tokens = integer("len", len, 0, self.len)
         if 0 < tokens < self.first_block * self.block_size:
-            raise ValueError(f"cannot truncate to {tokens}: {self.first_block * self.block_size} were freed")
+            freed = self.first_block * self.block_size
+            raise ValueError(f"cannot truncate to {tokens} tokens: the first {freed} were freed")
         self._keep(tokens)
 
     def drop_before(self, position: int) -> None:
-        """Frees the blocks that hold only tokens before `position`."""
+        """Free the blocks that hold only tokens before `position`."""
         self._use()
         first = min(integer("position", position, 0), self.len) // self.block_size
         for place in range(self.first_block, first):
@@ -138,7 +139,7 @@ class PagedSeqState:
         self.first_block = max(self.first_block, first)
 
     def fork(self) -> PagedSeqState:
-        """A sequence with the same tokens: it shares the blocks that hold tokens; reserved ones stay here."""
+        """Return a sequence with the same tokens. It shares the blocks that hold tokens, but no reserved blocks."""
         self._use()
         child = PagedSeqState(self.allocator, self.block_size, self.max_blocks_per_seq, self.label)
         shared = self._blocks[: self._needed(self.len)]
@@ -150,15 +151,16 @@ class PagedSeqState:
         return child
 
     def adopt(self, blocks: Sequence[int], num_tokens: int | None = None) -> None:
-        """Begins an empty sequence with `num_tokens` tokens that are in `blocks` already; shares them.
+        """Start an empty sequence with `num_tokens` tokens that `blocks` already hold. Shares these blocks.
 
-        Raises `ValueError` when it is not empty, or the blocks are not as many as the tokens need or than it may have.
+        Raises `ValueError` if the sequence is not empty, the number of blocks does not match the tokens, or it exceeds
+        `max_blocks_per_seq`.
         """
         self._use()
         ids = [int(block) for block in blocks]
         tokens = integer("num_tokens", len(ids) * self.block_size if num_tokens is None else num_tokens, 0)
         if self._blocks:
-            raise ValueError(f"cannot adopt blocks: the sequence has {len(self._blocks)} of its own")
+            raise ValueError(f"cannot adopt blocks: the sequence must be empty, but has {len(self._blocks)} blocks")
         if self._needed(tokens) != len(ids):
             raise ValueError(f"{tokens} tokens do not match {len(ids)} blocks of {self.block_size}")
         self._missing(tokens)
@@ -168,18 +170,18 @@ class PagedSeqState:
         self.len = tokens
 
     def release(self) -> None:
-        """Frees all blocks; `len` becomes 0 and the sequence can be used again."""
+        """Free all blocks. `len` becomes 0, and the sequence can be used again."""
         self._use()
         self._keep(0)
 
     def close(self) -> None:
-        """Frees all blocks; later uses raise `StaleHandle`."""
+        """Free all blocks. Later uses raise `StaleHandle`."""
         if not self.closed:
             self.release()
             self.closed = True
 
     def slot(self, token: int) -> int:
-        """The slot of a token."""
+        """Return the slot of a token."""
         return self._blocks[token // self.block_size] * self.block_size + token % self.block_size
 
     def _use(self) -> None:
@@ -200,7 +202,7 @@ class PagedSeqState:
         return -(-tokens // self.block_size)
 
     def _missing(self, tokens: int) -> int:
-        """Blocks to take for a length of `tokens`."""
+        """Return the number of blocks to allocate for a length of `tokens`."""
         self._use()
         needed = self._needed(tokens)
         if needed > self.max_blocks_per_seq:
@@ -208,7 +210,7 @@ class PagedSeqState:
         return max(0, needed - len(self._blocks))
 
     def _shared(self, n: int) -> list[int]:
-        """Places of the blocks that `append(n)` writes and that others hold too."""
+        """Return the places of the shared blocks that `append(n)` will write."""
         if not n:
             return []
         last = min(self._needed(self.len + n), len(self._blocks))
@@ -222,7 +224,7 @@ class PagedSeqState:
 
 
 class BlockTables:
-    """The rows that a step's kernels read, filled from the states of a batch.
+    """Block tables and lengths for the kernels of a step, filled from the states of a batch.
 
     >>> from pagepool.reference import BlockAllocator
     >>> state = PagedSeqState(BlockAllocator(4), block_size=2)
@@ -238,12 +240,12 @@ class BlockTables:
         self._set([], [])
 
     def fill(self, states: Any, num_tokens: Sequence[int] | None = None) -> BlockTables:
-        """Rows of the blocks that hold tokens, in the order of `states` or of a `ScheduledBatch`; returns itself.
+        """Fill the rows from `states` or from a `ScheduledBatch`. Returns this object.
 
-        `slot_mapping` and `query_start_loc` cover the last `num_tokens[i]` tokens of each state (None: one each, none
-        of an empty state; a batch brings its own). Raises `ValueError` when there are more states than `max_seqs`, a
-        state has more blocks than a row, two states have different allocators, or more tokens are asked for
-        than a state has; nothing changes then.
+        `slot_mapping` and `query_start_loc` cover the last `num_tokens[i]` tokens of each state. None means 1 token, 0
+        for an empty state; a batch has its own numbers. Raises `ValueError`, and changes nothing, for more states than
+        `max_seqs`, a state with more blocks than a row, states of different allocators, or a number above the length of
+        a state.
         """
         if hasattr(states, "states"):
             states, num_tokens = states.states, states.num_tokens
@@ -252,7 +254,7 @@ class BlockTables:
         for state in states:
             state._use()
         if len(states) > self.max_seqs:
-            raise ValueError(f"{len(states)} states, at most {self.max_seqs}")
+            raise ValueError(f"states must have at most {self.max_seqs} sequences, not {len(states)}")
         for i, state in enumerate(states):
             if state.allocator is not states[0].allocator:
                 raise ValueError(f"states: sequences 0 and {i} have different allocators")

@@ -1,68 +1,68 @@
-"""The canonical order: in which order the kernels of decode add, so that the same input always gives the same bits.
+"""The canonical order of the sums in the decode kernels. It makes the same input always give the same bits.
 
-One query head of one query token; every step is one float32 operation. Positions are absolute, so that neither the
-block size, nor the batch, nor the threads can change the order. The query token stands at `position`: that of the
-sequence's last token, or before it where there are several query tokens.
+This is the computation for one query head of one query token. Every step is one float32 operation. Positions are
+absolute, so the order does not depend on the block size, the batch or the threads. `position` is the position of the
+query token: the last position of the sequence, or an earlier one if there are several query tokens.
 
     1 chunk   512 tokens from position 0, 512, 1024, ...; each starts from m = -LARGEST, l = 0, o = 0
     2 tile    32 tokens from a multiple of 32 within the chunk
     3 score   two fma chains over the dims of q * in_base_2(sm_scale) and K, even dims and odd dims, each ascending from
               0; then even + odd. Scores are in base 2: logits times log2(e)
     4 cap     with a soft cap: cap = in_base_2(soft cap), score = cap * tanh(score * (1 / cap))
-    5 slope   with an ALiBi slope: score = fma(in_base_2(slope), distance, score), distance = t - position, a whole
-              number rounded to float32
-    6 shift   new = max(scores of the tile) if that less m is above 8, else m; if new != m: c = 2^(m - new), l = l * c,
-              o = o * c. So p is 256 at most
+    5 slope   with an ALiBi slope: score = fma(in_base_2(slope), distance, score); distance = t - position is an integer
+              rounded to float32
+    6 shift   new = max(scores of the tile) if new - m > 8, else new = m. If new != m: c = 2^(m - new), l = l * c,
+              o = o * c. So p is at most 256
     7 weight  p[t] = 2^(score[t] - new)
-    8 sum     16 running sums: l[i] = l[i] + (p[i] + p[i+16]), p being 0 where the tile has no token; when the chunk is
-              done l[i] += l[i+8], then l[i+4], l[i+2], l[i+1], and l is l[0]
+    8 sum     16 running sums: l[i] = l[i] + (p[i] + p[i+16]), with p = 0 for missing tokens of the tile. At the end of
+              the chunk: l[i] += l[i+8], then l[i+4], l[i+2], l[i+1]; the result is l[0]
     9 values  o[d] = fma(p[t], V[t][d], o[d]) for t ascending
-   10 merge   the chunks before, a, and the next one, b: m = max(m_a, m_b), c_a = 2^(m_a - m), c_b = 2^(m_b - m),
+   10 merge   a: all earlier chunks, b: the next chunk. m = max(m_a, m_b), c_a = 2^(m_a - m), c_b = 2^(m_b - m),
               l = l_a * c_a + l_b * c_b (two products and a sum), o = fma(o_b, c_b, o_a * c_a)
-   11 sink    with a sink: merged after the last chunk as one with m_b = in_base_2(sink), l_b = 1 and no values:
+   11 sink    with a sink: merged after the last chunk, like a chunk with m_b = in_base_2(sink), l_b = 1 and no values:
               o = o_a * c_a
-   12 finish  out = o / l, lse = m * log(2) + log(l), in float64 and then rounded
+   12 finish  out = o / l. lse = m * log(2) + log(l) in float64, then rounded
 
-Scores of blocks, where they are asked for, go along:
+Block scores, if requested, need these additions:
 
-    6 shift   if new != m: every sum of a block in this chunk is multiplied by c, too
-    8 sum     a block's sum gets, piece by piece in ascending order, the sum of the piece's p: a piece is what the block
-              has of 16 tokens from a multiple of 16; its p stand in 16 lanes by token, the others 0, and are added as
-              the running sums are when a chunk is done
+    6 shift   if new != m: the sum of each block in this chunk is multiplied by c
+    8 sum     a block is cut into pieces at multiples of 16 tokens. For each piece in ascending order, the p of its
+              tokens are put into 16 lanes (0 for missing tokens). The lanes are summed like the running sums at the end
+              of a chunk, and the result is added to the block's sum
    12 finish  score = (sum over the chunks, in order, of (the chunk's sum * 2^(its m - the final m))) / l
 
-In arithmetic "bf16", which rounds q and the weights to bfloat16 and works on pairs of neighbouring dims or tokens by
+Arithmetic "bf16" rounds q and the weights to bfloat16. It processes pairs of neighbouring dims or tokens with
 
-    dot(sum, a, b) = fma(a[0], b[0], fma(a[1], b[1], sum)), subnormals among a, b, sum and results being zeros
+    dot(sum, a, b) = fma(a[0], b[0], fma(a[1], b[1], sum)); subnormal operands and results become zero
 
-three steps are others:
+Three steps differ:
 
-    3 score   one chain of dot over the pairs of dims, ascending from 0, times in_base_2(sm_scale): q is not scaled
-              beforehand. One, since two would take the registers by which each pair of q serves two vectors of tokens
-    8 sum     of the rounded p (subnormal ones count as 0): 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)),
-              and then as ever
-    9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two; of a token that is not
-              seen both are 0, and a pair of two such tokens is left out
+    3 score   one chain of dot over the pairs of dims, ascending from 0; then multiplied by in_base_2(sm_scale), so q is
+              not scaled. Two chains would need the registers that let each pair of q serve two vectors of tokens
+    8 sum     of the rounded p (subnormal p count as 0): 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)),
+              then as above
+    9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two. Both p and V are 0 for a
+              token that is not seen. A pair without a seen token is skipped
 
-Where K or V is quantised, what stands beside its integers is made integers, too; sums of these have no order. Then
+If K or V is quantised, q or the weights are rounded to integers. Sums of integers do not depend on their order. Then
 
-    3 score   x[d] = q[d] * the scale of K's channel d, if it has one. L = the largest |x[d]|, M = the least of 32,512
-              and (2^31 - 1) // (127 dims); Q[d] = round(x[d] * (M / L)), ties to even; score = float32(sum of
-              Q[d] K[t][d]) * (K's scale[t] * ((L / M) * in_base_2(sm_scale))). With L below 2^-100 all are 0
-    9 values  of a tile: x[t] = p[t] * V's scale[t], L the largest, W[t] = round(x[t] * (32,512 / L)), o[d] =
-              fma(float32(sum of W[t] V[t][d]), L / 32,512, o[d]); with L below 2^-100 nothing is added. A scale that is
-              not finite is taken for 0, and o becomes NaN where its token's p is not 0
+    3 score   x[d] = q[d] * the scale of K's channel d, if it has one. L = max |x[d]|, M = min(32,512,
+              (2^31 - 1) // (127 dims)); Q[d] = round(x[d] * (M / L)), ties to even; score = float32(sum of
+              Q[d] K[t][d]) * (K's scale[t] * ((L / M) * in_base_2(sm_scale))). If L < 2^-100, all scores are 0
+    9 values  per tile: x[t] = p[t] * V's scale[t], L = max x[t], W[t] = round(x[t] * (32,512 / L)), o[d] =
+              fma(float32(sum of W[t] V[t][d]), L / 32,512, o[d]). If L < 2^-100, nothing is added. A scale that is not
+              finite counts as 0, and makes o NaN if the p of its token is not 0
 
-Tokens up to `position` are seen, or those that a mask says; with a window only from position - window_left on. Chunks
-and tiles without a seen token are left out, and pieces without one; the others keep their borders, and a token that is
-not seen is, like one past the end, not in its tile.
+Without a mask, a query sees all tokens up to `position`. A window removes the tokens before position - window_left.
+Chunks, tiles and pieces without a seen token are skipped; the borders of all other ones stay the same. Tokens that are
+not seen are not part of their tile, like tokens after the end of the sequence.
 
-A NaN among the scores does not count for the maximum; its weight is NaN and makes l and o NaN. Since m is never
--inf, a score of -inf weighs 0. A query that sees no token gives zeros and -inf, sink or not.
+A NaN score does not count for the maximum. Its weight is NaN and makes l and o NaN. m is never -inf, so a score of -inf
+has weight 0. A query that sees no token gives zeros and lse -inf, with or without a sink.
 
-2^, tanh and in_base_2 are the functions below. With all of that the kernels' `out` has exactly these bits: on every
-instruction set that has fma, and on the one that has none with `fused=False`, where each fma is a product and a sum.
-Only log is the system's own.
+2^, tanh and in_base_2 are the functions below. The kernels' `out` has exactly these bits on every instruction set with
+fma. The instruction set without fma gives the bits of `fused=False`: each fma is a product and a sum. Only log comes
+from the C library.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ SLACK = 8.0
 MOST = 32512
 LEAST_QUANTISED = 2.0**-100
 
-SMALLEST = 2.0**-126  # of the normal float32
+SMALLEST = 2.0**-126  # smallest normal float32
 LARGEST = 2.0**128 - 2.0**104
 LOG2_E = 1.4426950408889634
 EXP2_COEFFICIENTS = [5.549622327e-2, 2.402576357e-1, 6.931472421e-1]
-EIGHTHS = 1.5 * 2**20  # adding it leaves no room for less than an eighth
+EIGHTHS = 1.5 * 2**20  # adding and subtracting it rounds a float32 to a multiple of 1/8
 TANH_BORDER = 0.625
 TANH_COEFFICIENTS = [
     -5.70498872745e-3,
@@ -115,15 +115,15 @@ Fma = Callable[[float, float, float], float]
 
 
 class Quantised(NamedTuple):
-    """K or V as integers, a row for each token, and what these are multiplied by."""
+    """Quantised K or V: a row of integers and a scale for each token."""
 
     rows: list[list[int]]
     scales: list[float]
-    channel_scale: list[float] | None = None  # of K's dims
+    channel_scale: list[float] | None = None  # one more factor for each dim of K
 
 
 class Head(NamedTuple):
-    """The input of one query head. Either q or `scale` is already in base 2; for a quantised K q is integers."""
+    """The input of one query head. Either q or `scale` contains log2(e). For a quantised K, q holds integers."""
 
     q: list[float]
     k: Vectors
@@ -141,10 +141,10 @@ class Head(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The result of a chunk: the shift, the sum of weights, the weighted sum of V, and the sum of weights by block."""
+    """The result of a chunk: shift, sum of weights, weighted sum of V, and sum of weights of each block."""
 
     m: float
-    l: float  # noqa: E741 - the name that the literature uses
+    l: float  # noqa: E741 - the name in the FlashAttention paper
     o: list[float]
     blocks: dict[int, float]
 
@@ -164,11 +164,10 @@ def attend(
     arithmetic: str = "exact",
     fused: bool = True,
 ) -> tuple[list[float], float]:
-    """Output and lse of one query head over the tokens of its sequence; every number is a float32.
+    """Return output and lse of one query head over the tokens of its sequence. Every number is a float32.
 
-    K and V may have different dims, and be `Quantised`. The options are those of `pagepool.decode`, for this head;
-    `mask` says for each token whether it is seen. Without a token in the sequence the output has no dims
-    to tell and is empty.
+    K and V may have different dims, and be `Quantised`. The options have the meanings of `pagepool.decode`. `mask` is
+    true for each seen token. For a sequence without tokens the number of dims is unknown, so the output is empty.
 
     >>> out, lse = attend([1.0, 0.0], [[0.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [3.0, 4.0]], 1.0)
     >>> out, round(lse, 6)
@@ -208,7 +207,7 @@ def attend_with_scores(
     arithmetic: str = "exact",
     fused: bool = True,
 ) -> tuple[list[float], float, list[float]]:
-    """The same, and for each block of `block_size` tokens the sum of its weights; 0 outside of what may be seen.
+    """Return output, lse and the sum of weights of each block of `block_size` tokens, 0 for blocks that are not seen.
 
     >>> attend_with_scores([0.0], [[0.0]] * 3, [[1.0]] * 3, 1.0, 2)[2] == [f32(2 / 3), f32(1 / 3)]
     True
@@ -255,7 +254,7 @@ def _rows_and_scales(x: Vectors | Quantised) -> tuple[Vectors, list[float] | Non
 
 
 def _quantised_query(q: list[float], scale: float, channels: list[float] | None) -> tuple[list[float], float]:
-    """Integers of a query, and what a score is multiplied by, but for K's scale."""
+    """Return the integers of a query, and the factor of its scores without K's scale."""
     x = [f32(a * c) for a, c in zip(q, channels or [1.0] * len(q), strict=True)]
     largest, most = max(map(abs, x)), min(MOST, (2**31 - 1) // (127 * len(q)))
     if not all(map(isfinite, x)):
@@ -267,7 +266,7 @@ def _quantised_query(q: list[float], scale: float, channels: list[float] | None)
 
 
 def _split(tokens: list[int], size: int) -> list[list[int]]:
-    """Group tokens that lie between the same two multiples of `size`."""
+    """Split tokens at multiples of `size`."""
     return [list(group) for _, group in groupby(tokens, lambda t: t // size)]
 
 
@@ -372,13 +371,13 @@ def _merge(a: Partial, b: Partial, fma: Fma) -> Partial:
     m = _maximum(a.m, b.m)
     c_a, c_b = _weight(a.m, m, fma), _weight(b.m, m, fma)
     o = [f32(x * c_a) for x in a.o]
-    if b.o:  # a sink has none
+    if b.o:  # empty for a sink
         o = [fma(y, c_b, x) for x, y in zip(o, b.o, strict=True)]
     return Partial(m, f32(f32(a.l * c_a) + f32(b.l * c_b)), o, {})
 
 
 def _maximum(*numbers: float) -> float:
-    """The largest that is no NaN."""
+    """Return the largest number, ignoring NaN."""
     return max([x for x in numbers if x == x], default=-inf)
 
 
@@ -388,11 +387,9 @@ def _weight(score: float, maximum: float, fma: Fma) -> float:
 
 # --------------------------------------------------------------------------- functions, in float32 operations
 
-# An fma is one operation, or without such an instruction two.
-
 
 def rounding_once_or_twice(fused: bool) -> Fma:
-    """a * b + c with one rounding, or with two, as on a CPU without fma."""
+    """Return the function a * b + c: rounded once, or twice as on a CPU without fma."""
     return fma if fused else _twice
 
 
@@ -401,10 +398,10 @@ def _twice(a: float, b: float, c: float) -> float:
 
 
 def dot(total: float, a: Sequence[float], b: Sequence[float]) -> float:
-    """total + a[1] * b[1] + a[0] * b[0], rounded after each step, as AVX512_BF16's vdpbf16ps does.
+    """Return total + a[1] * b[1] + a[0] * b[0], rounded after each step, as AVX512_BF16's vdpbf16ps does.
 
-    Subnormal operands and results become a zero of their sign. A result is subnormal if rounding it with an unbounded
-    exponent gives less than the smallest normal number.
+    Subnormal operands and results become zeros with the same sign. A result is subnormal if its value, rounded with an
+    unbounded exponent, is below the smallest normal number.
 
     >>> dot(1.0, [2.0**-24, 2.0**-24], [1.0, 1.0]), dot(0.0, [2.0**-100, 0.0], [2.0**-30, 1.0])
     (1.0, 0.0)
@@ -414,18 +411,18 @@ def dot(total: float, a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def _fma_flushed(a: float, b: float, c: float) -> float:
-    if abs(a * b + c) < SMALLEST - 2.0**-151:  # half a step below; the sum is exact there
+    if abs(a * b + c) < SMALLEST - 2.0**-151:  # half a step below SMALLEST; the float64 sum is exact there
         return copysign(0.0, a * b + c)
     return fma(a, b, c)
 
 
 def flushed(x: float) -> float:
-    """x, or a zero of its sign if it is subnormal."""
+    """Return x, or a zero with the sign of x if x is subnormal."""
     return copysign(0.0, x) if abs(x) < SMALLEST else x
 
 
 def in_base_2(x: float) -> float:
-    """A logit, or a factor of logits, in base 2. A finite value that would overflow becomes the largest float32.
+    """Multiply a logit, or a factor of logits, by log2(e). A finite value that overflows becomes the largest float32.
 
     >>> in_base_2(1.0), in_base_2(-3e38) == -LARGEST
     (1.4426950216293335, True)
@@ -435,7 +432,7 @@ def in_base_2(x: float) -> float:
 
 
 def exp2(x: float, fma: Fma) -> float:
-    """2^x for x <= 127: x = n + r with n a multiple of 1/8, 2^n, and a polynomial in r; 0 from -127 down.
+    """Return 2^x for x <= 127, and 0 for x <= -127. x = n + r, n a multiple of 1/8: 2^n times a polynomial in r.
 
     >>> exp2(-1.0, fma), exp2(0.3, fma), exp2(-127.0, fma)
     (0.5, 1.2311444282531738, 0.0)
@@ -451,7 +448,7 @@ def _exp2_of_parts(n: float, r: float, fma: Fma) -> float:
 
 
 def _power_of_2(n: float) -> float:
-    """2^n for a multiple of 1/8; where n is below -126, as an exponent of 0 says: without the implied 1."""
+    """Return 2^n for a multiple of 1/8. Below -126 the exponent field is 0, so the implied leading 1 is missing."""
     if n != n:
         return n
     whole, eighths = divmod(n, 1.0)
@@ -460,7 +457,7 @@ def _power_of_2(n: float) -> float:
 
 
 def tanh(x: float, fma: Fma) -> float:
-    """tanh(x): a polynomial in x * x (Cephes) below TANH_BORDER, then (1 - e) / (1 + e), e = 2^(-2 |x| / ln 2).
+    """Return tanh(x): a polynomial in x * x (Cephes) below TANH_BORDER, else (1 - e) / (1 + e), e = 2^(-2 |x| / ln 2).
 
     >>> tanh(-0.5, fma), tanh(20.0, fma)
     (-0.46211716532707214, 1.0)

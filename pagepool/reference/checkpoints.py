@@ -1,7 +1,7 @@
-"""Which states of a hybrid model are kept, in plain Python: `pagepool.prefix.checkpoints` without its tree.
+"""Recurrent states of hybrid models that are kept for reuse, in plain Python.
 
-A state is found by the tuple of all tokens before it, by a search through all states. Names and the rule for dropping
-states are the same.
+Like `pagepool.prefix.checkpoints`, with the same names and the same rule for dropping states. It has no tree: a state
+is found by a search through all states with the tuple of all tokens before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PRIOR = 8
 
 @dataclass
 class State:
-    """A kept state: its number in the order of arrival, its reason, its uses, and the age at its last use."""
+    """A kept state: its serial number, its reason, its number of uses, and the age of the index at its last use."""
 
     birth: int
     reason: str
@@ -26,7 +26,7 @@ class State:
 
 
 class CheckpointIndex:
-    """The states kept, by (salt, tokens before it).
+    """The kept states by (salt, tokens before the state).
 
     >>> index = CheckpointIndex(state_bytes=1000, budget_bytes=10_000)
     >>> index.admit(range(480), 480, "branch"), index.find([*range(480), 7], limit=480)
@@ -50,7 +50,7 @@ class CheckpointIndex:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets every state and all counts."""
+        """Forget all states and counts."""
         self.states: dict[tuple[Any, tuple[int, ...]], State] = {}
         self.saved = {"branch": 0, "end": 0, "grid": 0}
         self.used = {"branch": 0, "end": 0, "grid": 0}
@@ -58,12 +58,12 @@ class CheckpointIndex:
 
     @property
     def num_states(self) -> int:
-        """States kept."""
+        """Number of kept states."""
         return len(self.states)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the states and of the tokens of all prefixes. Common blocks count once."""
+        """Bytes of the states and of the tokens of all prefixes. Shared blocks count once."""
         return len(self.states) * self.state_bytes + len(self._prefixes()) * self.align * TOKEN_BYTES
 
     def find(self, tokens: Any, limit: int | None = None, *, cache_salt: Any = None) -> int | None:
@@ -80,7 +80,10 @@ class CheckpointIndex:
         return length
 
     def stops(self, tokens: Any, kv_tokens: int, begin: int = 0, *, cache_salt: Any = None) -> list[tuple[int, str]]:
-        """Where the prompt differs from earlier prompts, and the grid after it. No stop is too close to another."""
+        """Return the positions to save: where the prompt differs from earlier prompts, and the grid after that.
+
+        Two stops are at least `spacing` tokens apart.
+        """
         row = tuple(tokens)
         last = len(row) - 1
         known = min(kv_tokens, last)
@@ -105,7 +108,7 @@ class CheckpointIndex:
         return stops
 
     def admit(self, tokens: Any, position: int, reason: str, *, cache_salt: Any = None) -> bool:
-        """Keep the state, and drop states of less priority to make room. Return whether it was kept."""
+        """Keep a state. Drops states with a lower priority to make room. Returns false if the state was not kept."""
         row = tuple(tokens)[:position]
         uses = (self.used[reason] + PRIOR) / (self.saved[reason] + PRIOR)
         while True:
@@ -128,7 +131,7 @@ class CheckpointIndex:
             del self.states[least]
 
     def priority(self, key: tuple[Any, tuple[int, ...]]) -> float:
-        """The value per byte of a state, plus the age at its last use."""
+        """Return the value per byte of a state, plus the age at its last use."""
         (salt, row), state = key, self.states[key]
         return state.age + self._value(state.uses, len(row) - self._longest(salt, row[:-1]))
 
@@ -144,7 +147,7 @@ class CheckpointIndex:
 
 
 class StateCheckpoints:
-    """Copies of the states of `pool` at the positions that the index keeps, by the same keys."""
+    """Copies of the states of `pool` at the positions in the index."""
 
     def __init__(self, layout: Any, pool: Any, budget_bytes: int, **options: Any) -> None:
         self._pool = pool
@@ -154,7 +157,7 @@ class StateCheckpoints:
         self._followed: tuple[Any, int] | None = None
 
     def follow(self, cache: Any) -> None:
-        """Forget all states if the cache was told to forget blocks since the last call, or is another cache."""
+        """Forget all states if `cache` has forgotten blocks since the last call, or is another cache."""
         followed, self._followed = self._followed, (cache, cache.forgotten)
         if followed is not None and (followed[0] is not cache or followed[1] != cache.forgotten):
             self.index.reset()
@@ -171,11 +174,11 @@ class StateCheckpoints:
         return length
 
     def stops(self, tokens: Any, kv_tokens: int, begin: int = 0, *, cache_salt: Any = None) -> list[tuple[int, str]]:
-        """The positions of this prompt at which the state is worth a copy."""
+        """Return the positions of this prompt at which the state should be saved."""
         return self.index.stops(tokens, kv_tokens, begin, cache_salt=cache_salt)
 
     def save(self, slot: int, tokens: Any, position: int, reason: str, *, cache_salt: Any = None) -> bool:
-        """Copy the state in `slot`, which has passed over `tokens[:position]`. Return False if it is not worth it."""
+        """Copy the state in `slot`, which is the state after `tokens[:position]`. Returns false if it is not kept."""
         kept = self.index.admit(tokens, position, reason, cache_salt=cache_salt)
         if kept:
             self._copies[cache_salt, tuple(tokens)[:position]] = [view[slot].copy() for view in self._views]

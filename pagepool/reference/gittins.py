@@ -1,7 +1,7 @@
-"""Our own eviction policy in plain Python; `pagepool/prefix/gittins.pyx` says what it is about.
+"""The eviction policy "gittins" in plain Python. `pagepool/prefix/gittins.pyx` explains it.
 
-A group has the nodes of one kind that one request used last, and the time of that use. Each node is a member of one
-group: it is in the list of the group, waits for its cached children, is held, or is a ghost.
+A group holds the nodes of one kind that were last used by the same request, and the time of this use. Each node is a
+member of one group. A member is in the list of the group, waits for its cached children, is held, or is a ghost.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KINDS, AGES = 8, 64
 
 
 def age_class(age: int) -> int:
-    """Two classes to each doubling: 0 for 1, then 2, 3, 4-5, 6-7, 8-11, ...
+    """Return the class of an age, two classes per doubling: ages 1, 2, 3, 4-5, 6-7, 8-11, ...
 
     >>> [age_class(age) for age in (1, 2, 3, 4, 5, 6, 8, 12)]
     [0, 1, 2, 3, 3, 4, 5, 6]
@@ -28,7 +28,7 @@ def age_class(age: int) -> int:
 
 
 def first_age(number: int) -> float:
-    """The first age of a class."""
+    """Return the first age of a class."""
     octave = (number + 1) // 2
     return 2.0**octave if number % 2 or not octave else 1.5 * 2.0**octave
 
@@ -44,7 +44,7 @@ class ReuseAges:
         self.value = [[1.0 / first_age(age) for age in range(AGES)] for _ in range(KINDS)]
 
     def learn(self, alive: list[list[float]]) -> None:
-        """The value of an age: the best ratio of hits to time over every later age that one could wait for."""
+        """Compute the value of each age: the best ratio of hits to time over all later ages to wait for."""
         used, ended, total = [0.0] * AGES, [0.0] * AGES, 0.0
         for age in range(AGES):
             for kind in range(KINDS):
@@ -53,7 +53,7 @@ class ReuseAges:
             total += used[age] + ended[age]
         weight = self.SHARED / max(total, 1.0)
         for kind in range(KINDS):
-            reused, waited, left = [0.0] * (AGES + 2), [0.0] * (AGES + 2), 0.0  # of an age at age + 1
+            reused, waited, left = [0.0] * (AGES + 2), [0.0] * (AGES + 2), 0.0  # index: age + 1
             for age in reversed(range(AGES)):
                 own_used = self.used[kind][age] + weight * used[age]
                 own_ended = self.gone[kind][age] + alive[kind][age] + weight * ended[age]
@@ -68,7 +68,7 @@ class ReuseAges:
 
 
 def best_ratios(reused: list[float], waited: list[float]) -> list[float]:
-    """The rate of reuse times the age is a mean over an age and its neighbours, one part of four from each."""
+    """Return the value of each age. The rate of reuse is smoothed over neighbouring ages (1/4, 1/2, 1/4)."""
     hits, time, hull, value = [0.0] * (AGES + 1), [0.0] * (AGES + 1), [AGES], [0.0] * AGES
 
     def slope(first: int, last: int) -> float:
@@ -89,9 +89,9 @@ def best_ratios(reused: list[float], waited: list[float]) -> list[float]:
 
 
 class ShadowLru:
-    """What LRU would have found, and whether to do as it does: `pagepool/prefix/gittins.pyx` says when, and why.
+    """Counts the hits that LRU would have, and decides when to follow LRU. See `pagepool/prefix/gittins.pyx`.
 
-    `inside`: the newest groups that fit, oldest first; they have `size` members together.
+    `inside` holds the newest groups that fit the capacity, oldest first. They have `size` members in total.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -103,7 +103,7 @@ class ShadowLru:
         self.followed = True
 
     def add(self, group: Group) -> None:
-        """A member more."""
+        """Add one member to a group."""
         self.size += group in self.inside
         while self.size > self.capacity:
             out: Group = oldest(self.inside)
@@ -111,20 +111,20 @@ class ShadowLru:
             self.size -= len(out.members)
 
     def count(self, group: Group, here: bool) -> None:
-        """A node of the group was used, which was here or not."""
+        """Count a use of a node of the group. `here` is true if the node was cached."""
         self.lead += here - (group in self.inside)
         self.hits += group in self.inside
         self.misses += group not in self.inside
 
     def learn(self, fade: float) -> None:
-        """Update `idle`: too little can be won. Assumes that a tenth of the forgotten nodes come back unseen."""
+        """Update `idle`: true if little can be gained over LRU. Assumes that a tenth of forgotten ghosts is reused."""
         self.idle = self.misses + 0.1 * self.forgotten < 0.03 * self.hits
         self.hits *= fade
         self.misses *= fade
         self.forgotten *= fade
 
     def follow(self, clock: int) -> bool:
-        """Once a request: whether LRU is followed in it."""
+        """Return true if LRU is followed in the next request. Called once per request."""
         if clock < 2 * self.capacity:
             self.base = self.most = self.lead
             return True
@@ -143,7 +143,7 @@ class ShadowLru:
 
 
 class Group:
-    """`nodes`: those that may be evicted, from the head of the prefix to its tail; `members`: all that it counts."""
+    """`nodes` can be evicted and are ordered from head to tail of the prefix. `members` are all nodes of the group."""
 
     def __init__(self, kind: int, time: int) -> None:
         self.kind, self.time = kind, time
@@ -153,7 +153,7 @@ class Group:
 
 
 class Gittins(Lru):
-    """Evicts from the tail of the group with the lowest value by kind and age, 16 blocks before it looks again."""
+    """Evicts from the tail of the group with the lowest value by kind and age. Chooses a group for 16 evictions."""
 
     GHOSTS, WAITING = range(2)
     BUDGET, LESSON, DOUBLINGS, CLEAR, NO_VALUE = 16, 2000, 6, 1.25, 1e-4
@@ -219,7 +219,7 @@ class Gittins(Lru):
         self.into_ghosts(node)
 
     def arrive(self, node: Any) -> None:
-        """A node that is not cached, among the members of its group."""
+        """Make a node that was not cached a member of its group."""
         if node.parent is not self.last:
             self.continued = node.parent.block is not None
         self.tick(node)
@@ -231,7 +231,7 @@ class Gittins(Lru):
         self.place_node(node)
 
     def into_ghosts(self, node: Any) -> None:
-        """Remembered without a block; the oldest is forgotten."""
+        """Remember a node without a block. Forgets the oldest ghost if there are too many."""
         ghosts = self.lists[self.GHOSTS]
         ghosts[node] = None
         if len(ghosts) > 4 * self.capacity:
@@ -280,7 +280,7 @@ class Gittins(Lru):
         self.last = node
 
     def place_node(self, node: Any) -> None:
-        """Among the members of the group of its kind of the request that is going on."""
+        """Add the node to the group of its kind in the current request."""
         count, continued = self.uses[node]
         kind = 2 * (count - (count > 2)) + continued
         group = self.open.get(kind)
@@ -293,7 +293,7 @@ class Gittins(Lru):
         self.group[node] = group
 
     def used(self, node: Any, here: bool) -> None:
-        """The node was used again: counts the age of its group, and one use more."""
+        """Count another use of the node at the age of its group."""
         group = self.group[node]
         self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
         self.shadow.count(group, here)
@@ -313,7 +313,7 @@ class Gittins(Lru):
                 del self.open[group.kind]
 
     def into_cell(self, group: Group, cell: tuple[int, int] | None) -> None:
-        """To the end of a cell, or its beginning if it is older than all that are there, or out of all cells."""
+        """Move a group to the end of a cell, or to its beginning if it is the oldest. None: to no cell."""
         if group.cell is not None:
             del self.cells[group.cell][group]
         group.cell = cell
@@ -325,7 +325,10 @@ class Gittins(Lru):
                 groups[group] = None
 
     def choose(self) -> Group | None:
-        """The longest unused group of the cell of the lowest value, or of all; all groups are aged first."""
+        """Return the longest unused group of the cell with the lowest value, or of all if LRU is followed.
+
+        Moves groups to the cells of their present age first.
+        """
         best: Group | None = None
         longest: Group | None = None
         least = longest_value = 0.0

@@ -1,10 +1,10 @@
-"""HybridSequence in plain Python: the block tables of groups of layers, and a recurrent state, moved together.
+"""HybridSequence in plain Python: the block tables of groups of layers and a recurrent state, changed together.
 
 For a sequence of `len` tokens and its checkpoints:
 
-    tables         every one has all `len` tokens; a window's from (anchor - window) on, by whole blocks
-    anchor         the least of len - keep and the position of the oldest checkpoint
-    state          what it is after `len` tokens; a checkpoint has what it was after `position` tokens, in its own slot
+    tables         each table has all `len` tokens. With a window: whole blocks from (anchor - window) on
+    anchor         min(len - keep, position of the oldest checkpoint)
+    state          the state after `len` tokens. A checkpoint has the state after `position` tokens in its own slot
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Checkpoint", "HybridSequence"]
 
 
 class HeldSlot:
-    """A slot of a pool of states, held by a sequence or a checkpoint."""
+    """A slot of a state pool, owned by a sequence or a checkpoint."""
 
     def __init__(self, pool: Any, request_id: int) -> None:
         self.pool = pool
@@ -32,31 +32,31 @@ class HeldSlot:
 
     @property
     def slot(self) -> Any:
-        """The slot; raises `StaleHandle` after `close`."""
+        """The slot. Raises `StaleHandle` after `close`."""
         if self.closed:
             raise StaleHandle(f"slot {self.index} was released")
         return self.pool.slot(self.index)
 
     def view(self, layer: int, name: str) -> Any:
-        """The state `name` of a layer, `(*shape)`; raises `StaleHandle` after `close`."""
+        """Return the state `name` of a layer, `(*shape)`. Raises `StaleHandle` after `close`."""
         _ = self.slot  # raises
         return self.pool.view(layer, name)[self.index]
 
     def fork(self) -> HeldSlot:
-        """A copy of the state in a slot of its own. Raises `PoolExhausted` when none is free."""
+        """Copy the state to a new slot. Raises `PoolExhausted` if no slot is free."""
         copy = HeldSlot(self.pool, self.slot.request_id)
         self.pool.copy(copy.index, self.index)
         return copy
 
     def close(self) -> None:
-        """Releases the slot."""
+        """Release the slot."""
         if not self.closed:
             self.pool.release(self.index)
             self.closed = True
 
 
 class Checkpoint:
-    """A place to roll back to: how many tokens there were, and a `HeldSlot` with a copy of the state, or None."""
+    """A position to roll back to: the number of tokens, and a `HeldSlot` with a copy of the state, or None."""
 
     def __init__(self, position: int, state: Any) -> None:
         self.position = position
@@ -87,10 +87,10 @@ class HybridSequence:
         self.checkpoints: list[Checkpoint] = []
 
     def append(self, n: int = 1) -> list[np.ndarray]:
-        """Frees the blocks behind the windows, then adds n tokens; returns the slots in every group.
+        """Free the blocks before the windows, then add n tokens. Returns the slots in every group.
 
-        Blocks that only this sequence has go straight from a window's end to the new tokens, in the order of the
-        groups: of an allocator that is empty, nothing needs to be taken.
+        Unshared blocks before a window are reused for the new tokens, in the order of the groups. So this can succeed
+        even if the allocator has no free block.
         """
         self._use()
         n = integer("n", n, 0)
@@ -124,12 +124,14 @@ class HybridSequence:
         return [state.slots(n) for state in self.kv]
 
     def adopt(self, blocks: Iterable[Any], num_tokens: int) -> None:
-        """Begins with tokens that are in blocks of every group already."""
+        """Start an empty sequence with tokens that blocks of every group already hold."""
         self._use()
         num_tokens = integer("num_tokens", num_tokens, 0)
         rows = [[int(block) for block in row] for row in blocks]
         if self.len or len(rows) != len(self.kv):
-            raise ValueError(f"{len(rows)} rows of blocks for {len(self.kv)} groups of a sequence of {self.len} tokens")
+            raise ValueError(
+                f"blocks must have {len(self.kv)} rows, not {len(rows)}, for an empty sequence, not {self.len} tokens"
+            )
         done: list[PagedSeqState] = []
         try:
             for state, row in zip(self.kv, rows, strict=True):
@@ -142,13 +144,13 @@ class HybridSequence:
         self.len = num_tokens
 
     def trim(self) -> None:
-        """Frees the blocks behind the windows."""
+        """Free the blocks before the windows."""
         self._use()
         for state, start in zip(self.kv, self._starts(), strict=True):
             state.drop_before(start)
 
     def fork(self, label: Any = None) -> HybridSequence:
-        """One with the same tokens and a copy of the state, without checkpoints."""
+        """Return a sequence with the same tokens and a copy of the state, without checkpoints."""
         self._use()
         child = HybridSequence((), label=self.label if label is None else label, keep=self.keep)
         child.state = None if self.state is None else self.state.fork()
@@ -157,39 +159,39 @@ class HybridSequence:
         return child
 
     def checkpoint(self) -> Checkpoint:
-        """A place to roll back to; one for each position."""
+        """Return a checkpoint at the present position. There is at most one per position."""
         self._use()
         if not any(known.position == self.len for known in self.checkpoints):
             self.checkpoints.append(Checkpoint(self.len, None if self.state is None else self.state.fork()))
         return self.checkpoints[-1]
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """Drops a checkpoint."""
+        """Drop a checkpoint."""
         self._known(checkpoint)
         self._keep_checkpoints([known for known in self.checkpoints if known is not checkpoint])
 
     def rollback(self, to: int | Checkpoint) -> int:
-        """Back to a checkpoint, or by a number of tokens and from there to where the state is known; the length."""
+        """Roll back to a checkpoint, or by a number of tokens and then to the last known state. Returns the length."""
         if isinstance(to, Checkpoint):
             return self._return_to(self._known(to).position)
         self._use()
         return self._return_to(self._state_at(self.len - integer("tokens", to, 0, self.len)))
 
     def truncate(self, len: int) -> None:
-        """Back to the first `len` tokens, where the state must be known."""
+        """Keep the first `len` tokens. The state after them must be known."""
         self._use()
         if self._state_at(integer("len", len, 0, self.len)) != len:
-            raise ValueError(f"the state after {len} tokens is not known")
+            raise ValueError(f"the state after {len} tokens is unknown: no checkpoint is at this position")
         self._return_to(len)
 
     def retract(self, len: int) -> None:
-        """Takes back slots that were not computed; the state has not passed over them."""
+        """Remove the last slots, which the model has not processed yet."""
         for state in self.kv:
             state.truncate(len)
         self.len = len
 
     def close(self) -> None:
-        """Frees all blocks and slots."""
+        """Free all blocks and slots."""
         if not self.closed:
             self._keep_checkpoints([])
             for state in self.kv:
@@ -199,7 +201,7 @@ class HybridSequence:
                 self.state.close()
 
     def check(self) -> None:
-        """Raises `PoolError` when a table has not the tokens that it must have."""
+        """Raise `PoolError` if a table does not have the tokens that it must have."""
         anchor = min([self.len, *[known.position for known in self.checkpoints]])
         for group, state in zip(self.groups, self.kv, strict=True):
             start = max(0, anchor - (group.window or 0))
@@ -207,24 +209,24 @@ class HybridSequence:
                 raise PoolError(f"a table has {state.len} tokens from block {state.first_block} on, not {self.len}")
 
     def _starts(self) -> list[int]:
-        """The first token that each group needs."""
+        """Return the first token that each group needs."""
         anchor = min([self.len - self.keep, *[known.position for known in self.checkpoints]])
         return [0 if group.window is None else max(0, anchor - group.window) for group in self.groups]
 
     def _left(self, allocator: Any) -> Iterable[tuple[PagedSeqState, int]]:
-        """The tables of an allocator, each with the places of blocks that are not needed any longer."""
+        """Yield the tables of an allocator with the places of their blocks before the windows."""
         for state, start in zip(self.kv, self._starts(), strict=True):
             if state.allocator is allocator:
                 for place in range(state.first_block, start // state.block_size):
                     yield state, place
 
     def _state_at(self, length: int) -> int:
-        """The last length up to this one after which the state is known."""
+        """Return the largest length up to `length` with a known state."""
         if self.state is None or length == self.len:
             return length
         known = [0] * (length == 0) + [one.position for one in self.checkpoints if one.position <= length]
         if not known:
-            raise ValueError(f"no checkpoint is at {length} or before")
+            raise ValueError(f"no checkpoint at position {length} or earlier")
         return max(known)
 
     def _return_to(self, length: int) -> int:
@@ -249,7 +251,7 @@ class HybridSequence:
     def _known(self, checkpoint: Checkpoint) -> Checkpoint:
         self._use()
         if not any(known is checkpoint for known in self.checkpoints):
-            raise StaleHandle(f"the checkpoint at {checkpoint.position} was given up")
+            raise StaleHandle(f"the checkpoint at position {checkpoint.position} was dropped")
         return checkpoint
 
     def _keep_checkpoints(self, kept: list[Checkpoint]) -> None:

@@ -1,7 +1,7 @@
-"""Pages in plain Python: a flat pool, and a pool whose pages hold the K and V of a layout.
+"""Pages in plain Python: a flat pool, and a pool of pages with the K and V of a layout.
 
-An element is kept as what the page stores: a float for float32, the 16 bits as an int for the others. Where it lies
-within its page is the layout of `include/pagepool/layout.h`, computed by `place` one element at a time.
+Pages store float32 elements as float and 16-bit elements as int. `place` computes the position of one element in its
+page, as `include/pagepool/layout.h` defines it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pagepool.reference.rounding import bf16_bits, f16_bits, float_of
 
 __all__ = ["KvCachePool", "place"]
 
-GROUP = 16  # tokens of a group in tiled layouts
-V_RUN = 64  # dims of V that lie together
+GROUP = 16  # tokens per group in tiled layouts
+V_RUN = 64  # dims of V that are stored contiguously
 
 
 def place(layout: KvLayout, layer: int, head: int, token: int, dim: int, is_v: bool) -> int:
-    """The index, within a page, of one element of K or V of a block's `token`; V in K has the places of K."""
+    """Return the index in a page of one element of K or V of a block's `token`. V in K has the index of K."""
     tiled = layout.block_size % GROUP == 0
     group_tokens = GROUP if tiled else layout.block_size
     groups = layout.block_size // group_tokens
@@ -38,7 +38,7 @@ def place(layout: KvLayout, layer: int, head: int, token: int, dim: int, is_v: b
 
 
 def _within_head(layout: KvLayout, tiled: bool, token: int, dim: int, is_v: bool) -> int:
-    pairs = layout.dtype == "bfloat16"  # two neighbours share a word: dims of K, tokens of V
+    pairs = layout.dtype == "bfloat16"  # 32-bit words hold pairs: two dims of K, or two tokens of V
     if not tiled:
         return token * (layout.v_head_dim if is_v else layout.head_dim) + dim
     if not is_v:
@@ -52,7 +52,7 @@ def _within_head(layout: KvLayout, tiled: bool, token: int, dim: int, is_v: bool
 
 
 class KvCachePool:
-    """Pages of `page_size` elements. A page's memory is made when it is first touched and is zero then.
+    """Pages of `page_size` elements. The memory of a page is made, and zeroed, at its first use.
 
     >>> pool = KvCachePool(page_size=4, initial_pages=2)
     >>> page = pool.page(pool.alloc())
@@ -78,9 +78,9 @@ class KvCachePool:
     def from_layout(
         cls, layout: KvLayout, num_blocks: int, allocator: Any = None, max_blocks: int | None = None
     ) -> KvCachePool:
-        """A pool whose pages are the blocks of `allocator` (None: a new one of `num_blocks`), laid out as `layout`.
+        """Make a pool with one page of `layout` for each block of `allocator` (None: a new one of `num_blocks`).
 
-        With `max_blocks` it may grow to as many.
+        With `max_blocks` the pool may grow to that number.
 
         >>> pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=2), 4)
         >>> pool.append(0, [3], [[[0.5] * 8]], [[[2.0] * 8]])
@@ -89,7 +89,7 @@ class KvCachePool:
         (np.float32(0.5), np.float32(2.0), (2, 1, 8))
         """
         if layout.is_mixed:
-            raise ValueError(f"pages here have one dtype that is not quantised, not K of {layout.dtype}")
+            raise ValueError(f"dtype of K and V must be equal and not quantised in the reference, not {layout.dtype}")
         pool = cls.__new__(cls)
         allocator = BlockAllocator(num_blocks, max_blocks) if allocator is None else allocator
         pages = integer("num_blocks", num_blocks if max_blocks is None else max_blocks, 0)
@@ -97,7 +97,7 @@ class KvCachePool:
         if allocator.max_capacity > pages:
             raise ValueError(f"the allocator has {allocator.max_capacity} blocks, the pool has {pages} pages")
         allocator.read_block_size(layout.block_size)
-        for owner in allocator._owners:  # made before, when there was no pool to ask
+        for owner in allocator._owners:  # owners that are older than the pool chose their own block size
             if owner.block_size != layout.block_size:
                 raise ValueError(f"block_size must be {owner.block_size}, not {layout.block_size}")
         allocator.attached.add(pool)
@@ -105,51 +105,49 @@ class KvCachePool:
 
     @property
     def num_blocks(self) -> int:
-        """Pages, as blocks."""
+        """Number of pages: one for each block."""
         return self.total_pages
 
     @property
     def free_pages(self) -> int:
-        """Pages that `alloc` can give."""
+        """Number of pages that `alloc` can return."""
         return int(self.allocator.free_count)
 
     @property
     def used_pages(self) -> int:
-        """Pages in use."""
+        """Number of pages in use."""
         return int(self.allocator.in_use)
 
     def alloc(self) -> int:
-        """Takes a page; its contents are what they were. Raises `PoolExhausted` when none is free."""
+        """Take a page. It keeps its old contents. Raises `PoolExhausted` if no page is free."""
         return int(self.allocator.allocate())
 
     def free(self, i: int) -> None:
-        """Gives page `i` back, as it is. Raises `InvalidBlock` when it is out of range or free."""
+        """Free page `i` without zeroing it. Raises `InvalidBlock` if it is out of range or free."""
         self.allocator.free(i)
 
     def page(self, i: int) -> np.ndarray:
-        """A writable 1-D view of page `i`, uint16 bits for bfloat16. Raises `InvalidBlock` when out of range."""
+        """Return a writable 1-D view of page `i`, uint16 for bfloat16. Raises `InvalidBlock` if it is out of range."""
         dtype = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[self.dtype]
         return np.frombuffer(self._elements(i), dtype=dtype)
 
     def copy_page(self, dst: int, src: int) -> None:
-        """Copies page `src`, all layers, onto page `dst`."""
+        """Copy all layers of page `src` to page `dst`."""
         self._elements(dst)[:] = self._elements(src)
 
     def append(self, layer: int, slot_mapping: Any, k: Any, v: Any = None) -> None:
-        """Writes the K and V of tokens, `(n_tokens, num_kv_heads, head_dim or v_head_dim)`, into slots of `layer`.
+        """Write the K and V of tokens, `(n_tokens, num_kv_heads, head_dim or v_head_dim)`, into slots of `layer`.
 
-        Where the layout has V in K there is no v to give.
-
-        Values are float32 and are rounded to the pool's dtype, or are of that dtype already (bfloat16 as uint16
-        bits). A slot of -1 is skipped. Raises `InvalidSlot` for a slot out of range, `ValueError` for a shape or
-        layer, `TypeError` for a dtype; nothing is written then.
+        Values are float32, rounded to the pool's dtype, or have that dtype (bfloat16 as uint16 bits). Omit `v` if the
+        layout stores V in K. A slot of -1 is skipped. Raises `InvalidSlot` for a slot out of range, `ValueError` for a
+        wrong shape or layer, `TypeError` for a wrong dtype; then nothing is written.
         """
         layout = self._layout(layer)
         slots = [int(slot) for slot in slot_mapping]
         given = [("k", k, layout.head_dim), ("v", v, layout.v_head_dim)]
         if layout.v_in_k:
             if v is not None:
-                raise ValueError(f"v is the first {layout.v_head_dim} of the {layout.head_dim} dims of k in this pool")
+                raise ValueError(f"v must be None: V is {layout.v_head_dim} of the {layout.head_dim} dims of k")
             given.pop()
         rows = [self._stored(name, values, (len(slots), layout.num_kv_heads, dim)) for name, values, dim in given]
         last = self.total_pages * layout.block_size
@@ -166,10 +164,10 @@ class KvCachePool:
                         page[place(layout, layer, head, offset, dim, bool(is_v))] = element
 
     def gather(self, layer: int, blocks: Any, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-        """The first `seq_len` tokens of a sequence in `blocks`: k and v, float32 `(seq_len, num_kv_heads, head_dim)`,
-        v with `v_head_dim`.
+        """Return K and V of the first `seq_len` tokens of a sequence in `blocks`.
 
-        Raises `InvalidBlock` for an id out of range that is needed, `ValueError` when there are too few blocks.
+        k is float32 `(seq_len, num_kv_heads, head_dim)`, v has `v_head_dim` dims. Raises `InvalidBlock` if a needed id
+        is out of range, `ValueError` for too few blocks.
         """
         layout = self._layout(layer)
         seq_len = integer("seq_len", seq_len, 0)
@@ -186,7 +184,7 @@ class KvCachePool:
         return both[0], both[1]
 
     def check(self) -> None:
-        """Raises `PoolError` when the allocator or the pages are inconsistent."""
+        """Raise `PoolError` if the allocator or the pages are inconsistent."""
         self.allocator.check()
         for i, page in self._pages.items():
             if not 0 <= i < self.total_pages or len(page) != self.page_size:
@@ -208,7 +206,7 @@ class KvCachePool:
         return self.layout
 
     def _stored(self, name: str, values: Any, shape: tuple[int, ...]) -> list[Any]:
-        """`values` as nested lists of what a page stores."""
+        """Return `values` as nested lists of stored elements."""
         given = np.asarray(values)
         given = given.astype(np.float32) if isinstance(values, list) else given
         if given.shape != shape:

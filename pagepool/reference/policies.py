@@ -1,8 +1,9 @@
 """Eviction policies in plain Python: which node a prefix cache evicts first.
 
-The cache tells a policy, from the head of a prefix to its tail, that a node was cached (`insert`) or looked up
-(`touch`), lost its block (`evicted`), was found in use (`unlink`), and is free again (`link`). `victim` returns the
-node to evict next. Each list is a dict, the oldest node first. S3-FIFO and ARC remember evicted nodes: ghosts.
+The cache calls a policy for each node, from the head of a prefix to its tail: when the node is cached (`insert`), found
+by a lookup (`touch`), loses its block (`evicted`), is found in use (`unlink`), or is unused again (`link`). `victim`
+returns the node to evict next. Each list is a dict, the oldest node first. S3-FIFO and ARC remember evicted nodes as
+ghosts.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ __all__ = ["Arc", "Lfu", "Lru", "S3Fifo", "belady_pass"]
 
 
 def oldest(nodes: dict[Any, None]) -> Any:
-    """The first key of a dict."""
+    """Return the first key of a dict."""
     return next(iter(nodes))
 
 
 class Lru:
-    """Least recently used. Base class of all policies: some lists, and the list that each node is in."""
+    """Least recently used. Base class of all policies: it has lists, and knows the list of each node."""
 
     def __init__(self, capacity: int, num_lists: int = 1) -> None:
         self.capacity = capacity
@@ -27,52 +28,52 @@ class Lru:
         self.place: dict[Any, int] = {}
 
     def insert(self, node: Any) -> None:
-        """The node has a block from now on."""
+        """Add a node that has got a block."""
         self.move(node, 0)
 
     def touch(self, node: Any) -> None:
-        """The node was found by a look-up."""
+        """Note that a lookup has found the node."""
         self.move(node, 0)
 
     def refuses(self, node: Any) -> bool:
-        """Room must be made for this node: whether it had better stay out, as if it came and went at once."""
+        """Return true if the node should not be cached. Called before another node is evicted for it."""
         return False
 
     def victim(self) -> Any:
-        """The node to evict next, or None."""
+        """Return the node to evict next, or None."""
         return oldest(self.lists[0]) if self.lists[0] else None
 
     def evicted(self, node: Any) -> None:
-        """The node has lost its block."""
+        """Note that the node has lost its block."""
         del self.lists[self.place.pop(node)][node]
 
     def unlink(self, node: Any) -> None:
-        """Out of the lists; which one it was in is remembered."""
+        """Remove the node from its list, but remember the list."""
         del self.lists[self.place[node]][node]
 
     def link(self, node: Any) -> None:
-        """Back at the recent end of its list."""
+        """Return the node to the recent end of its list."""
         self.lists[self.place[node]][node] = None
 
     def linked(self) -> Iterable[Iterable[Any]]:
-        """All lists, for an audit."""
+        """Return all lists, for `check`."""
         return self.lists
 
     def move(self, node: Any, to: int) -> None:
-        """To the recent end of a list, from wherever it was."""
+        """Move the node to the recent end of a list."""
         if node in self.place:
             self.lists[self.place[node]].pop(node, None)
         self.place[node] = to
         self.lists[to][node] = None
 
     def forget_oldest(self, index: int) -> None:
-        """Drops the oldest ghost of a list."""
+        """Drop the oldest ghost of a list."""
         node = oldest(self.lists[index])
         del self.lists[index][node], self.place[node]
 
 
 class Lfu(Lru):
-    """Least frequently used, then least recently: a list per number of uses, 255 and more in one."""
+    """Least frequently used, then least recently used. One list per number of uses; the last is for 255 and more."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, 256)
@@ -88,7 +89,7 @@ class Lfu(Lru):
 
 
 class S3Fifo(Lru):
-    """A small queue, a main queue, and the ghosts of the small one; uses are counted up to 3."""
+    """A small queue, a main queue, and the ghosts of the small queue. Uses are counted up to 3."""
 
     SMALL, MAIN, GHOST = range(3)
 
@@ -129,7 +130,7 @@ class S3Fifo(Lru):
 
 
 class Arc(Lru):
-    """Used once against used again, with ghosts of both; the target of the first moves when a ghost comes back."""
+    """Balances nodes used once against nodes used again. A lookup of a ghost changes the target size of the first."""
 
     RECENT, FREQUENT, RECENT_GHOSTS, FREQUENT_GHOSTS = range(4)
 
@@ -160,7 +161,7 @@ class Arc(Lru):
         self.trim()
 
     def trim(self) -> None:
-        """RECENT and its ghosts are at most the capacity, all four at most twice that."""
+        """Forget ghosts: RECENT and its ghosts have at most `capacity` nodes, all four lists at most twice as many."""
         recent, _, recent_ghosts, frequent_ghosts = self.lists
         while recent_ghosts and len(recent) + len(recent_ghosts) > self.capacity:
             self.forget_oldest(self.RECENT_GHOSTS)
@@ -169,8 +170,9 @@ class Arc(Lru):
 
 
 def belady_pass(ids: Sequence[int], ends: Sequence[int], capacity: int) -> tuple[int, int]:
-    """The best that any policy could do, with all requests known in advance: hits in the leading runs of the prompts,
-    and evictions. A block that does not come in counts as evicted.
+    """Run the optimal policy, which knows all requests in advance. Return hits in leading blocks, and evictions.
+
+    A block that is not cached counts as evicted.
 
     >>> belady_pass([0, 1, 2, 0, 1, 2], [1, 2, 3, 4, 5, 6], 2)
     (2, 2)

@@ -14,9 +14,9 @@ __all__ = ["Preemption"]
 
 
 class Preemption:
-    """The blocks of a scheduler: how many can be taken, and which requests are preempted.
+    """The blocks of a scheduler: how many are available, and which requests are preempted.
 
-    `records`: step, action, id, blocks given, blocks wanted, blocks that were free.
+    `records` has the step, the action, the id of the request, and the numbers of freed, wanted and available blocks.
     """
 
     def __init__(self, config: SchedulerConfig, allocator: Any, block_size: int, cache: Any, tenants: Tenants) -> None:
@@ -33,7 +33,7 @@ class Preemption:
         self.records: list[tuple[int, str, int, int, int, int]] = []
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens; a window has at most the blocks that one step sees and adds."""
+        """Return the number of blocks for `num_tokens` tokens. A window needs at most the blocks of one step."""
         if self.groups is None:
             return -(-num_tokens // self.block_size)
         step, total = self.step, 0
@@ -44,12 +44,12 @@ class Preemption:
 
     @property
     def step(self) -> int:
-        """The most tokens that a hybrid sequence gets at a time."""
+        """Most tokens of a hybrid sequence per step."""
         config = self.config
         return max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
 
     def new_blocks(self, kv: Any, count: int) -> int:
-        """Blocks that `count` more tokens take, less the blocks that windows free for them; without copies."""
+        """Return the blocks that `count` more tokens need, minus blocks that windows free. Excludes copy-on-write."""
         if self.groups is None:
             return self.blocks_for(kv.len + count) - self.blocks_for(kv.len)
         total = 0
@@ -61,18 +61,18 @@ class Preemption:
         return max(0, total)
 
     def held(self, request: Request) -> int:
-        """Blocks that it gives when it gives all."""
+        """Return the number of blocks that preempting the request frees."""
         return (
             self.blocks_for(request.fed) if self.groups is None else sum(len(table.blocks) for table in request.kv.kv)
         )
 
     def available(self) -> int:
-        """Blocks that are free, can be grown or can be evicted."""
+        """Return the number of blocks that are free, can be grown or can be evicted."""
         evictable: int = 0 if self.cache is None else self.cache.evictable
         return int(self.allocator.available) + evictable
 
     def take(self, requests: list[Request], counts: list[int], now: int) -> bool:
-        """Append to all of them, or to none and return False; cached blocks are evicted for it."""
+        """Append to all requests. Evicts cached blocks if needed. Returns false, without appending, if blocks lack."""
         lens = [0 if request.kv is None else request.kv.len for request in requests]
         pairs = zip(lens, counts, strict=True)
         wanted = sum(self.blocks_for(length + count) - self.blocks_for(length) for length, count in pairs)
@@ -92,7 +92,7 @@ class Preemption:
         return taken
 
     def append(self, requests: list[Request], counts: list[int]) -> bool:
-        """Append to all of them if the free blocks are enough; else to none, and return False."""
+        """Append to all requests if there are enough free blocks. Otherwise append to none and return false."""
         try:
             if self.groups is None:
                 append_batch([request.kv for request in requests if request.kv is not None], counts)
@@ -106,7 +106,7 @@ class Preemption:
         return True
 
     def needed(self, requests: list[Request], counts: list[int]) -> int:
-        """New blocks, without copies."""
+        """Return the number of new blocks, excluding copy-on-write."""
         return sum(self.new_blocks(request.kv, count) for request, count in zip(requests, counts, strict=True))
 
     def _append_hybrids(self, requests: list[Request], counts: list[int]) -> None:
@@ -121,7 +121,7 @@ class Preemption:
             request.kv.append(count)
 
     def make_room(self, requests: list[Request], counts: list[int], active: list[Request], now: int) -> bool:
-        """Preempt others until the step without them would fit; False when none can be."""
+        """Preempt requests until the step fits without them. Returns false if no request can be preempted."""
         wants = {request.id: self.needed([request], [count]) for request, count in zip(requests, counts, strict=True)}
         self.now, gave = now, False
         for victim in self._victims(active):
@@ -135,7 +135,7 @@ class Preemption:
         return gave
 
     def make_room_for(self, request: Request, wanted: int, now: int) -> bool:
-        """While nothing runs: preempted requests give up blocks until `wanted` are free."""
+        """Take blocks from preempted requests until `wanted` are free. Used while no request is active."""
         self.now, self.wanted = now, wanted
         for victim in self._victims([]):
             missing = wanted - self.available()
@@ -146,8 +146,11 @@ class Preemption:
         return self.available() >= wanted
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Let others find the full blocks among its first `num_tokens` tokens; none once the cache was told to forget
-        blocks, since what it has computed by then may follow from wrong ones."""
+        """Publish the full blocks of the first `num_tokens` tokens to the prefix cache.
+
+        Publishes nothing if the cache was told to forget blocks since the request began: its own blocks may have been
+        computed from wrong ones.
+        """
         if self.cache is None:
             return
         full = num_tokens // self.block_size
@@ -155,25 +158,25 @@ class Preemption:
             tokens = request.all_tokens[: full * self.block_size]
             for group, table in enumerate(getattr(request.kv, "kv", [request.kv])):
                 keys, left = self.keys_of(request, group), tokens[: table.first_block * self.block_size]
-                if self.cache.cached_tokens(left, **keys) == len(left):  # otherwise no lookup finds the blocks behind
+                if self.cache.cached_tokens(left, **keys) == len(left):  # otherwise no lookup finds the later blocks
                     blocks = ([-1] * table.first_block + table.blocks)[:full]
                     self.cache.cache_blocks(tokens, blocks, **keys)
         request.published = full
 
     def keys_of(self, request: Request, group: int) -> dict[str, Any]:
-        """Under which the cache has the blocks of a group."""
+        """Return the cache keys for the blocks of a group."""
         own = (group,) if self.groups is not None and len(self.groups) > 1 else ()
         return {**request.keys, "extra_keys": (*request.keys["extra_keys"], *own)}
 
     def _victims(self, active: list[Request]) -> list[Request]:
-        """The requests to preempt: preempted ones, then active ones, the greatest rank first, the least never."""
+        """Return the requests to preempt: preempted ones, then active ones except the first; greatest rank first."""
         parked = [request for request in self.tenants.requests() if request.state == "preempted"]
         parked.sort(key=lambda request: request.rank, reverse=True)
         running = sorted(active, key=lambda request: request.rank, reverse=True)[:-1]
         return [request for request in parked + running if request.kv is not None]
 
     def _give_way(self, request: Request, blocks: int) -> None:
-        """Take its last blocks, or all. It waits then."""
+        """Free the last blocks of a request, or all, and make it wait."""
         held = self.held(request)
         given = min(blocks, held) if self.partial else held
         keep = (held - given) * self.block_size
@@ -190,7 +193,7 @@ class Preemption:
         self._record("partial" if keep else "recompute", request.id, given, free)
 
     def restart(self, request: Request, now: int) -> None:
-        """It has a recurrent state, and its step was given up: it gives all blocks and waits."""
+        """Free all blocks of a request with a recurrent state after a failed step, and make it wait."""
         self.now, self.wanted = now, 0
         held, free = self.held(request), self.available()
         request.kv.close()
@@ -199,14 +202,14 @@ class Preemption:
         self._record("recompute", request.id, held, free)
 
     def _park(self, request: Request) -> None:
-        """An active one waits."""
+        """Make an active request wait."""
         request.state = "preempted"
         request.num_preemptions += 1
         self.num_preemptions += 1
         self.gone(request)
 
     def gone(self, request: Request) -> None:
-        """An active one is preempted or ends: it leaves the ring."""
+        """Remove a request from the ring when it is preempted or ends."""
         raise NotImplementedError
 
     def _record(self, action: str, seq_id: int, blocks: int, free: int) -> None:

@@ -1,6 +1,6 @@
-"""The prefix cache in plain Python: a tree of blocks, each found from its parent by its tokens.
+"""The prefix cache in plain Python: a tree of blocks. A node finds its children by their tokens.
 
-ref_count(node.block) >= 1      for each node with a block: the reference of the cache
+ref_count(node.block) >= 1      for each node with a block, because the cache has a reference
 node.block is unique
 a node with a block is either in the policy or in `_held`
 """
@@ -29,17 +29,17 @@ POLICIES: dict[str, type[Lru]] = {
 
 
 class Node:
-    """A prefix: the prefix of its parent and one more block of tokens. `block` is None when it is not cached."""
+    """A prefix: the prefix of its parent and one more block of tokens. `block` is None if it is not cached."""
 
     def __init__(self, parent: Node | None = None, key: tuple[int, ...] = ()) -> None:
         self.parent = parent
-        self.key = key  # its own tokens
+        self.key = key  # the tokens of this block
         self.block: int | None = None
         self.children: dict[tuple[int, ...], Node] = {}
 
 
 class PrefixCache:
-    """Keep full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
+    """Keeps full blocks for later prompts that begin with the same tokens and have the same salt and extra keys.
 
     >>> from pagepool.reference import BlockAllocator
     >>> allocator = BlockAllocator(8)
@@ -83,7 +83,7 @@ class PrefixCache:
     def match_tokens(
         self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> tuple[np.ndarray, int]:
-        """As `match_prefix`, with a last block that agrees only in part. Return blocks and number of tokens."""
+        """Like `match_prefix`, but the last block may match in part. Return the blocks and the number of tokens."""
         blocks = self.match_prefix(tokens, cache_salt=cache_salt, extra_keys=extra_keys).tolist()
         node = self._cached[blocks[-1]] if blocks else self._root(cache_salt, extra_keys)
         best, longest = part_of(node, np.asarray(tokens).tolist()[len(blocks) * self.block_size :])
@@ -95,7 +95,7 @@ class PrefixCache:
         return np.array(blocks, dtype=np.int32), num_tokens
 
     def cached_tokens(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
-        """How many of the first tokens `match_prefix` would find."""
+        """Return the number of leading tokens that `match_prefix` would find."""
         path = cached_path(self._root(cache_salt, extra_keys), keys_of(tokens, self.block_size))
         refuse_negative(tokens, (len(path) + 1) * self.block_size)
         return len(path) * self.block_size
@@ -113,7 +113,7 @@ class PrefixCache:
         refuse_negative(tokens)
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
         if len(ids) < len(keys):
-            raise ValueError(f"{len(keys)} blocks are full, here are {len(ids)}")
+            raise ValueError(f"blocks must have at least {len(keys)} ids, one for each full block, not {len(ids)}")
         if not 0 <= start <= len(keys):
             raise ValueError(f"start must be from 0 to {len(keys)}, not {start}")
         root = node = self._root(cache_salt, extra_keys)
@@ -124,7 +124,7 @@ class PrefixCache:
         fresh = [(node, block) for node, block in zip(path, ids, strict=False) if self._gives_way(node, block)]
         taken = [block for _, block in fresh]
         if len(set(taken)) < len(taken) or any(block in self._cached for block in taken):
-            raise InvalidBlock("a block is cached already, for other tokens, or given twice")
+            raise InvalidBlock("a block is listed twice, or is already cached for other tokens")
         self.allocator.share(taken)
         for node, block in fresh:
             if node.block is None:
@@ -156,7 +156,7 @@ class PrefixCache:
     def evict(self, n: int) -> int:
         """Free up to n blocks that only the cache holds; return how many."""
         if operator.index(n) < 0:
-            raise ValueError(f"cannot evict {n} blocks")
+            raise ValueError(f"n must be at least 0, not {n}")
         done = 0
         while done < n:
             node: Any = self._victim()
@@ -175,7 +175,7 @@ class PrefixCache:
         return done
 
     def discard(self, blocks: Iterable[int]) -> int:
-        """Forget these blocks, in use or not; return how many were cached. The policy sees them as evictions."""
+        """Forget these blocks, in use or not. Return how many were cached. The policy counts them as evictions."""
         found = [block for block in dict.fromkeys(blocks) if block in self._cached]
         for block in found:
             node = self._cached.pop(block)
@@ -188,29 +188,29 @@ class PrefixCache:
         return len(found)
 
     def reset_prefix_cache(self) -> None:
-        """Forgets everything and drops every reference of the cache."""
+        """Forget all blocks and drop their references."""
         self.allocator.free(sorted(self._cached, reverse=True))
         self.cleared += self.num_cached
         self.forgotten += self.num_cached
         self._forget()
 
     def references(self) -> list[int]:
-        """The ids of its blocks."""
+        """Return the ids of the cached blocks."""
         return list(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that the cache holds a reference to."""
+        """Number of cached blocks."""
         return len(self._cached)
 
     @property
     def inserted(self) -> int:
-        """How many blocks were ever cached."""
+        """Number of blocks that were ever cached."""
         return self.num_cached + self.evicted + self.cleared
 
     @property
     def evictable(self) -> int:
-        """Cached blocks that only the cache holds."""
+        """Number of cached blocks that are referenced only by the cache."""
         return sum(not self._in_use(node) for node in self._cached.values())
 
     def stats(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class PrefixCache:
         }
 
     def check(self) -> None:
-        """Raises `PoolError` when one of the invariants above is broken."""
+        """Raise `PoolError` if an invariant above is broken."""
         for block, node in self._cached.items():
             if node.block != block or self.allocator.ref_count(block) < 1:
                 raise PoolError(f"block {block} is cached at a node that has block {node.block}, or it is free")
@@ -238,7 +238,7 @@ class PrefixCache:
     def _forget(self) -> None:
         self._roots: dict[tuple[Any, ...], Node] = {}
         self._cached: dict[int, Node] = {}
-        self._held: dict[Node, None] = {}  # nodes that were in use when they were to be evicted, the oldest first
+        self._held: dict[Node, None] = {}  # nodes that could not be evicted because they were in use, oldest first
         self._order = POLICIES[self.policy](self.allocator.max_capacity)
 
     def _root(self, cache_salt: Any, extra_keys: Iterable[Any]) -> Node:
@@ -260,14 +260,17 @@ class PrefixCache:
         self._order.insert(node)
 
     def _gives_way(self, node: Node, block: int) -> bool:
-        """Whether `block` is cached at the node: it has no block, or an unused one, and `block` is in use elsewhere."""
+        """Return true if `block` is to be cached at the node.
+
+        The node has no block, or its block is unused and `block` is in use elsewhere.
+        """
         if node.block is None or node.block == block or self._in_use(node):
             return node.block is None
         is_block = 0 <= block < self.allocator.max_capacity and block not in self._cached
         return bool(is_block and self.allocator.ref_count(block))
 
     def _replace(self, node: Any, block: int) -> None:
-        """Replace the block of the node. The policy is not told."""
+        """Replace the block of the node, without calling the policy."""
         del self._cached[node.block]
         self._cached[block] = node
         self.allocator.free(node.block)
@@ -275,7 +278,7 @@ class PrefixCache:
         self.cleared += 1
 
     def _victim(self) -> Any:
-        """The next node to evict, in use or not."""
+        """Return the next node to evict, in use or not."""
         self._return_held(2)
         node = self._order.victim()
         if node is None:
@@ -284,7 +287,7 @@ class PrefixCache:
         return node
 
     def _return_held(self, most: int) -> None:
-        """Look at up to `most` held nodes. Return the unused ones to the policy."""
+        """Check up to `most` held nodes and return the unused ones to the policy."""
         for node in list(self._held)[:most]:
             del self._held[node]
             if self._in_use(node):
@@ -297,7 +300,7 @@ class PrefixCache:
 
 
 def keys_of(tokens: Any, size: int) -> list[tuple[int, ...]]:
-    """The tokens of each full block of `size`.
+    """Return the tokens of each full block of `size`.
 
     >>> keys_of([1, 2, 3, 4, 5], 2)
     [(1, 2), (3, 4)]
@@ -314,7 +317,7 @@ def refuse_negative(tokens: Any, end: int | None = None) -> None:
 
 
 def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
-    """The path of these blocks below `node`. Makes the nodes that are missing."""
+    """Return the nodes of these blocks below `node`. Makes missing nodes."""
     path = []
     for key in keys:
         child = node.children.get(key)
@@ -326,7 +329,7 @@ def path_of(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
 
 
 def cached_path(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
-    """The cached part of the path of these blocks below `node`, up to the first block that is not cached."""
+    """Return the nodes of these blocks below `node`, up to the first block that is not cached."""
     path: list[Node] = []
     for key in keys:
         child = node.children.get(key)
@@ -352,7 +355,7 @@ def part_of(node: Node, tokens: list[int]) -> tuple[Node | None, int]:
 
 
 def root_of(node: Node) -> Node:
-    """The node without a parent that `node` is below."""
+    """Return the root of the tree of `node`."""
     while node.parent is not None:
         node = node.parent
     return node

@@ -8,13 +8,15 @@ from typing import Any
 
 __all__ = ["WINDOW", "Batch", "Request", "pick", "rank"]
 
-WINDOW = {"lpm": 32}  # requests of each tenant that a policy looks at; default 1
+WINDOW = {"lpm": 32}  # number of waiting requests per tenant that a policy compares; default 1
 
 
 @dataclass(eq=False)
 class Request:
-    """`state` is one of waiting, prefilling, decoding, preempted, finished. With blocks, `kv.len == fed` plus the
-    slots for drafts."""
+    """A request. `state` is waiting, prefilling, decoding, preempted or finished.
+
+    With blocks, `kv.len` is `fed` plus the slots for drafts.
+    """
 
     id: int
     prompt_tokens: list[int]
@@ -34,8 +36,8 @@ class Request:
     published: int = 0
     epoch: int = 0  # `PrefixCache.forgotten` when it began
     prefill_end: int = 0
-    awaits: tuple[Request, int] | None = None  # while deferred: its leader and the tokens that it must read
-    stops: list[tuple[int, str]] = field(default_factory=list)  # positions to keep its recurrent state, and why
+    awaits: tuple[Request, int] | None = None  # while deferred: its leader, and the tokens that the leader must process
+    stops: list[tuple[int, str]] = field(default_factory=list)  # positions at which its state is saved, with reasons
     counted: bool = False
     num_cached: int = 0
     num_preemptions: int = 0
@@ -53,28 +55,28 @@ class Request:
 
     @property
     def at_limit(self) -> bool:
-        """Whether it may get no more tokens."""
+        """True if the request has reached its token limit."""
         return self.total_tokens >= self.max_tokens
 
     @property
     def at_stop_token(self) -> bool:
-        """Whether its last output ends it."""
+        """True if the last output token is a stop token."""
         return self.output_tokens[-1:] != [] and self.output_tokens[-1] in self.stop_token_ids
 
     @property
     def has_ended(self) -> bool:
-        """Whether it gets no more."""
+        """True if the request gets no more tokens."""
         return self.at_limit or self.at_stop_token or self.stopped_by is not None
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it has ended, or None."""
+        """ "stop", "length", "abort", or None before the end."""
         if self.state != "finished":
             return None
         return "stop" if self.at_stop_token else "length" if self.at_limit else self.stopped_by
 
     def next_tokens(self, count: int) -> list[int]:
-        """The next tokens to feed; for 0, the last token again."""
+        """Return the next tokens to feed. A count of 0 returns the last token again."""
         return self.all_tokens[self.fed : self.fed + count] if count else self.all_tokens[-1:]
 
 
@@ -93,7 +95,7 @@ class Batch:
     forked: list[tuple[Request, int]] = field(default_factory=list)  # forks, and their tokens in this step
 
     def add(self, request: Request, fed: int, grow: int, drafts: int, wants: bool) -> None:
-        """Add a row of `fed` tokens; the state grows by `grow`, slots for `drafts` included."""
+        """Add a row of `fed` tokens. The state grows by `grow`, including slots for `drafts`."""
         self.requests.append(request)
         self.tokens.append(request.next_tokens(fed))
         self.grow.append(grow)
@@ -108,22 +110,22 @@ class Batch:
 
     @property
     def is_prefill(self) -> list[bool]:
-        """Which rows are prompts."""
+        """True for rows with prompt chunks."""
         return [row >= self.num_decodes for row in range(len(self.requests))]
 
     @property
     def is_empty(self) -> bool:
-        """True when there is nothing to run."""
+        """True if the batch has no rows."""
         return not self.requests
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of all rows, slots for drafts included."""
+        """Number of tokens of all rows, including slots for drafts."""
         return sum(self.num_tokens)
 
     @property
     def states(self) -> list[Any]:
-        """Their block tables; none without a pool."""
+        """The block tables of the requests, empty without a pool."""
         return [request.kv for request in self.requests if request.kv is not None]
 
     def __len__(self) -> int:
@@ -131,14 +133,14 @@ class Batch:
 
 
 def rank(policy: str, request: Request) -> tuple[int, int, int]:
-    """The order in which requests of a tenant wait, and in which active ones keep their blocks."""
+    """Return the sort key of a tenant's waiting requests. Active requests with a lower key keep blocks longer."""
     return (1, request.priority if policy == "priority" else 0, request.id)
 
 
 def pick(
     policy: str, heads: list[Request], cached: Callable[[Request], int], served: Callable[[Any], float]
 ) -> Request:
-    """The next request of the heads of all tenants."""
+    """Choose the next request among the heads of all tenants."""
     if policy == "lpm":
         return min(heads, key=lambda request: (-cached(request), request.id))
     if policy == "fair":

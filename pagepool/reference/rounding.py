@@ -10,15 +10,15 @@ __all__ = ["bf16_bits", "f16_bits", "f32", "f32_bits", "float_of", "fma", "round
 
 
 def f32(value: float) -> float:
-    """`value` rounded to float32."""
+    """Return `value` rounded to float32."""
     return ctypes.c_float(value).value
 
 
 def fma(a: float, b: float, c: float) -> float:
-    """a * b + c of three float32, rounded once to float32.
+    """Return a * b + c of three float32, rounded once to float32.
 
-    The product is exact in float64. Where the sum is not, it is rounded to the odd one of its two neighbours: that is
-    never halfway between two float32, so that the second rounding gives what a single one would.
+    The product is exact in float64. If the sum is not exact, it is rounded to odd: to the neighbour with an odd
+    significand. This is never halfway between two float32, so rounding it to float32 gives the result of one rounding.
     """
     product = a * b
     total = product + c
@@ -31,12 +31,12 @@ def fma(a: float, b: float, c: float) -> float:
 
 
 def f32_bits(value: float) -> int:
-    """The bits of a float32."""
+    """Return the bits of a float32."""
     return int.from_bytes(struct.pack("<f", value), "little")
 
 
 def bf16_bits(value: float) -> int:
-    """The bfloat16 nearest to a float32. A NaN keeps its sign and upper payload and becomes quiet."""
+    """Return the bfloat16 nearest to a float32. A NaN keeps its sign and upper payload and becomes quiet."""
     bits = f32_bits(value)
     if bits & 0x7FFFFFFF > 0x7F800000:
         return bits >> 16 | 0x40
@@ -44,7 +44,7 @@ def bf16_bits(value: float) -> int:
 
 
 def f16_bits(value: float) -> int:
-    """The float16 nearest to a float32; above 65,519.99 infinity. A NaN keeps its sign and upper payload."""
+    """Return the float16 nearest to a float32, infinity from 65,520 on. A NaN keeps its sign and upper payload."""
     bits = f32_bits(value)
     sign, magnitude = bits >> 16 & 0x8000, bits & 0x7FFFFFFF
     if magnitude > 0x7F800000:
@@ -55,12 +55,12 @@ def f16_bits(value: float) -> int:
 
 
 def float_of(bits: int, dtype: str) -> float:
-    """The exact value of 16 bits of the dtype "float16" or "bfloat16"."""
+    """Return the exact value of 16 bits of dtype "float16" or "bfloat16"."""
     if dtype == "bfloat16":
         return float(struct.unpack("<f", struct.pack("<I", bits << 16))[0])
     return float(struct.unpack("<e", struct.pack("<H", bits))[0])
 
 
 def rounded_to_bf16(value: float) -> float:
-    """A float32 rounded to bfloat16."""
+    """Return a float32 rounded to bfloat16."""
     return float_of(bf16_bits(value), "bfloat16")

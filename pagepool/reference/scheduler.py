@@ -1,8 +1,7 @@
-"""The scheduler in plain Python: the same decisions, each made from scratch in every step.
+"""The scheduler in plain Python. It makes the same decisions as `pagepool.scheduling`, from scratch in every step.
 
-Each decision is computed from lists that are sorted and filtered when they are needed. The scheduler of
-`pagepool.scheduling` has the same control flow over a heap, a ring and running sums. The tests compare the two step by
-step.
+Lists are sorted and filtered whenever a decision needs them. The scheduler of `pagepool.scheduling` has the same
+control flow, but uses a heap, a ring and running sums. Tests compare the two step by step.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from pagepool.reference.tenants import Tenants
 
 __all__ = ["Scheduler"]
 
-MAX_TOKEN = 2**31 - 1  # the largest that a prefix cache holds
+MAX_TOKEN = 2**31 - 1  # largest token id that a prefix cache accepts
 TOO_WIDE = f"token {{}} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds"
 
 
 class Scheduler(Admission):
-    """Continuous batching over a pool or allocator. See `pagepool.Scheduler`; `states` need `groups`.
+    """Continuous batching over a pool or allocator. See `pagepool.Scheduler`. `states` needs `groups`.
 
     >>> from pagepool.reference import BlockAllocator
     >>> scheduler = Scheduler(SchedulerConfig(max_batch_tokens=4), BlockAllocator(8))
@@ -65,24 +64,26 @@ class Scheduler(Admission):
         return found.id
 
     def submit(self, *request: Any, **names: Any) -> int:
-        """As `add_request`, when the next step begins."""
+        """Queue a request at the beginning of the next step. See `add_request`."""
         found = self._make(*request, **names)
         self.inbox.append(found)
         return found.id
 
     def cancel(self, seq_id: int) -> None:
-        """Stop one when the next step begins."""
+        """Stop a request at the beginning of the next step."""
         self.inbox.append(seq_id)
 
     def fork(self, seq_id: int, n: int = 1) -> list[int]:
-        """Further requests with the tokens and blocks of one that decodes."""
+        """Make `n` requests that share the tokens and blocks of a decoding request."""
         request = self.known[seq_id]
         needed = n * self.blocks_for(request.max_tokens)
         reserved = sum(self.blocks_for(other.max_tokens) for other in self.ring)
         if request.state != "decoding" or len(self.ring) + n > self.config.max_sequences:
-            raise ValueError(f"{n} forks of sequence {seq_id}, {request.state}, beside {len(self.ring)} active ones")
+            raise ValueError(
+                f"{n} forks of {request.state} sequence {seq_id} are impossible: {len(self.ring)} are active"
+            )
         if self.config.admission == "whole" and reserved + needed > self.allocator.max_capacity:
-            raise ValueError(f"{n} forks may need {needed} blocks beside {reserved}")
+            raise ValueError(f"{n} forks may need {needed} blocks in addition to {reserved} reserved ones")
         if self.states is not None and self.states.free_count < n:
             raise ValueError(f"{n} forks need {n} slots, {self.states.free_count} are free")
         if not self.tenants.has_room(request.tenant, needed):
@@ -105,7 +106,7 @@ class Scheduler(Admission):
         return forks
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """One output token; ValueError for one below 0, or that the cache cannot hold."""
+        """Append an output token. Raises ValueError for a token below 0, or too large for the cache."""
         request = self.known.get(seq_id)
         if request is not None and request.state != "finished":
             check_token(token)
@@ -116,34 +117,37 @@ class Scheduler(Admission):
                 self._finish([request])
 
     def finish_sequence(self, seq_id: int) -> None:
-        """Stop it."""
+        """End a request with the reason "stop"."""
         self._stop(seq_id, "stop")
 
     def remove_sequence(self, seq_id: int) -> None:
-        """Forget it."""
+        """End and forget a request."""
         self._stop(seq_id, "abort")
         request = self.known.pop(seq_id, None)
         if request in self.finished:
             self.finished.remove(request)
 
     def drain_finished(self) -> list[Request]:
-        """Requests that have ended since the last call."""
+        """Return the requests that have ended since the last call."""
         drained, self.finished = self.finished, []
         for request in drained:
             del self.known[request.id]
         return drained
 
     def get_sequence(self, seq_id: int) -> Request | None:
-        """By id."""
+        """Return a request by id, or None."""
         return self.known.get(seq_id)
 
     @property
     def has_work(self) -> bool:
-        """True while a request waits or is active, or is in the inbox."""
+        """True while a request is active, waits, or is in the inbox."""
         return bool(self.requests() or self.inbox)
 
     def schedule(self) -> Batch:
-        """The next step. RuntimeError while a batch is outstanding, with a cache or after the first commit."""
+        """Return the batch of the next step.
+
+        Raises RuntimeError while a batch is outstanding, if there is a cache or a batch was committed before.
+        """
         if self.outstanding is not None and (self.cache is not None or self.has_committed):
             raise RuntimeError(f"a batch of {len(self.outstanding)} sequences is outstanding")
         for item in self.inbox:
@@ -164,7 +168,7 @@ class Scheduler(Admission):
         return batch
 
     def commit(self, batch: Batch, tokens: Iterable[Any]) -> None:
-        """The results of a step: a token, None, or the list of accepted drafts and one more, for each row."""
+        """Take the results of a step. Each row gets a token, None, or a list of accepted drafts and the next token."""
         if batch.is_empty:
             return
         self._check_outstanding(batch)
@@ -191,7 +195,7 @@ class Scheduler(Admission):
         self._finish([request for request in got if request.has_ended])
 
     def give_up(self, batch: Batch) -> None:
-        """Take back a step that has failed: its tokens are fed again."""
+        """Undo a failed step. Its tokens are fed again."""
         if batch.is_empty:
             return
         self._check_outstanding(batch)
@@ -214,7 +218,7 @@ class Scheduler(Admission):
             raise ValueError(f"the batch of {len(batch)} sequences is not outstanding")
 
     def requests(self) -> list[Request]:
-        """Requests that have not ended."""
+        """Return the requests that have not ended."""
         return [request for request in self.known.values() if request.state != "finished"]
 
     def _make(
@@ -231,7 +235,7 @@ class Scheduler(Admission):
         extra_keys: Iterable[Any] = (),
         reads_cache: bool = True,
     ) -> Request:
-        """A new request. Only its tokens are checked."""
+        """Make a request. Checks only its tokens."""
         prompt = list(prompt_tokens)
         limits = (max_tokens, None if max_new_tokens is None else len(prompt) + max_new_tokens)
         limit = min(limit for limit in limits if limit is not None)
@@ -261,7 +265,7 @@ class Scheduler(Admission):
                 self._finish([request])
 
     def _close(self, batch: Batch) -> None:
-        """It was run: take back slots of drafts and publish the blocks that it filled, in the order of ids."""
+        """Close a batch that was run: remove slots of drafts, publish the filled blocks, in the order of ids."""
         self.outstanding = None
         for request in sorted(batch.requests, key=lambda request: request.id):
             if request.kv is None:
@@ -276,7 +280,7 @@ class Scheduler(Admission):
                     self._keep_state(request, reason)
 
     def _keep_state(self, request: Request, reason: str) -> None:
-        """Keep the recurrent state, which has passed over all tokens fed."""
+        """Save the recurrent state after all fed tokens."""
         if self.checkpoints is not None and request.epoch == self.cache.forgotten:
             if request.fed and request.fed % self.checkpoints.index.align == 0:
                 tokens, salt = request.all_tokens, request.keys["cache_salt"]
@@ -301,14 +305,14 @@ class Scheduler(Admission):
             self.tenants.leave(request)
 
     def _cut(self, request: Request) -> None:
-        """Take back slots of drafts."""
+        """Remove the slots of drafts."""
         if self.groups is None:
             request.kv.truncate(request.fed)
         elif request.kv.len > request.fed:
             request.kv.retract(request.fed)
 
     def _unsure(self, request: Request) -> int:
-        """The number of its tokens in the outstanding batch: they may not be stored yet."""
+        """Return the number of the request's tokens in the outstanding batch. Their K and V may not be stored yet."""
         if self.outstanding is None:
             return 0
         out = self.outstanding
@@ -317,7 +321,7 @@ class Scheduler(Admission):
         return sum(count for other, count in found if other is request)
 
     def _plan(self) -> Batch:
-        """Pick sequences, share out the tokens, take the blocks. Preempt and retry while blocks are missing."""
+        """Choose sequences, distribute the token budget, take blocks. Preempts and retries while blocks are missing."""
         while self.ring:
             decodes, prefills, taken = self._pick()
             batch = self._rows(decodes, prefills)
@@ -336,7 +340,7 @@ class Scheduler(Admission):
         return Batch()
 
     def _pick(self) -> tuple[list[Request], list[Request], list[Request] | None]:
-        """Decodes and prefills of the step; and, if places are short, the requests that left the ring for it."""
+        """Return decodes and prefills of the step. If places are scarce, also the requests taken from the ring."""
         prefills = self._prefills()
         places = min(self.config.max_batch_sequences, self.config.max_batch_tokens)
         if len(self.ring) <= places:
@@ -352,8 +356,8 @@ class Scheduler(Admission):
         return by_state["decoding"], by_state["prefilling"], taken
 
     def _rows(self, decodes: list[Request], prefills: list[Request]) -> Batch:
-        """The tokens of each."""
-        if self.states is not None:  # which must not pass over a token twice
+        """Make the batch: distribute the tokens of the step."""
+        if self.states is not None:  # a recurrent state must not process a token twice
             decodes = [request for request in decodes if request.total_tokens > request.fed]
         rows = decode_rows(decodes, self.config.lookahead)
         most = self.config.max_batch_tokens if self.groups is None else self.step
@@ -370,15 +374,16 @@ class Scheduler(Admission):
 
 
 def check_token(token: int) -> None:
-    """ValueError for a token below 0. In the results of a step, -1 means no token."""
+    """Raise ValueError for a token below 0. In the results of a step, -1 means no token."""
     if token < 0:
         raise ValueError(f"a token must be 0 or more, not {token}")
 
 
 def decode_rows(decodes: list[Request], lookahead: int) -> list[tuple[int, int]]:
-    """For each decode the tokens that it has to feed, and the slots for drafts that it can use.
+    """Return the number of tokens to feed and of usable draft slots for each decode.
 
-    Drafts follow a single token only, and the last token of a sequence needs no draft."""
+    Drafts follow only a single token. The last token of a sequence needs no draft.
+    """
     rows = []
     for request in decodes:
         new = request.total_tokens - request.fed
@@ -388,7 +393,7 @@ def decode_rows(decodes: list[Request], lookahead: int) -> list[tuple[int, int]]
 
 
 def share_tokens(decodes: list[int], prefills: list[int], config: SchedulerConfig) -> list[int]:
-    """One token for each sequence, the rest to decodes with more tokens and then to prompts, each up to its chunk."""
+    """Distribute the token budget: one token for each sequence, then more for decodes, then prompt chunks."""
     counts, left = [], config.max_batch_tokens - len(decodes) - len(prefills)
     for most in [*decodes, *(min(unread, config.max_prefill_tokens) for unread in prefills)]:
         extra = max(0, min(most - 1, left))

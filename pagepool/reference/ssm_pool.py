@@ -1,6 +1,6 @@
-"""Recurrent states in plain Python: sequence states, and the pool that hands out one per request.
+"""Recurrent states in plain Python: sequence states, and a pool with one slot per request.
 
-Invariant, which `check()` verifies: every slot is either in the free list, once, with request_id 0, or in use.
+Invariant, verified by `check()`: each slot is in use, or is in the free list exactly once and has request_id 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "Ssm
 
 
 class AttentionSequenceState:
-    """The state of a sequence that has only KV pages: its position.
+    """The state of a sequence with only KV pages: its position.
 
     >>> state = AttentionSequenceState(max_context=8)
     >>> state.advance()
@@ -31,15 +31,15 @@ class AttentionSequenceState:
         self.step_position = 0
 
     def advance(self) -> None:
-        """One step further."""
+        """Advance by one step."""
         self.step_position += 1
 
     def reset(self) -> None:
-        """Back to the start."""
+        """Return to the start."""
         self.step_position = 0
 
     def copy_from(self, other: AttentionSequenceState) -> None:
-        """Takes over the position of `other`."""
+        """Copy the position of `other`."""
         self.step_position = other.step_position
 
 
@@ -51,18 +51,18 @@ class Mamba2SequenceState(AttentionSequenceState):
         self.h = np.zeros((n_layers, d_inner, d_state), dtype=np.float32)
 
     def reset(self) -> None:
-        """Back to the start, with `h` zero."""
+        """Return to the start and zero `h`."""
         super().reset()
         self.h[:] = 0.0
 
     def copy_from(self, other: Any) -> None:
-        """Becomes a copy of `other`."""
+        """Copy the position and the state of `other`."""
         super().copy_from(other)
         self.h[:] = other.h
 
 
 class SequenceSlot:
-    """A place for one request's state: its position and the request that holds it (0: none)."""
+    """The state of one request, its position, and the id of the request (0: none)."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -70,19 +70,19 @@ class SequenceSlot:
         self.request_id = 0
 
     def step(self) -> None:
-        """Advances the state and the position by one."""
+        """Advance the state and the position by one."""
         self.state.advance()
         self.position += 1
 
     def reset(self) -> None:
-        """The state at its start, position 0, and no request."""
+        """Reset the state, the position and the request id."""
         self.state.reset()
         self.position = 0
         self.request_id = 0
 
 
 class _LayoutState:
-    """One slot of a pool made from a layout: rows of the pool's arrays."""
+    """The state of one slot in a pool with a layout: one row of each array."""
 
     def __init__(self, arrays: list[dict[str, np.ndarray]], slot: int) -> None:
         self.capacity = 0
@@ -104,7 +104,7 @@ class _LayoutState:
 
 
 class SsmStatePool:
-    """`capacity` slots, slot i with the state `make_state(i)`; the most recently released one is handed out first.
+    """`capacity` slots; slot i has the state `make_state(i)`. The most recently released slot is allocated first.
 
     >>> pool = SsmStatePool(2, lambda i: Mamba2SequenceState(1, 2, 2, max_context=8))
     >>> i = pool.alloc(request_id=7)
@@ -123,7 +123,7 @@ class SsmStatePool:
 
     @classmethod
     def from_layout(cls, layout: StateLayout, capacity: int) -> SsmStatePool:
-        """A pool of the states that `layout` describes, each array `(capacity, *shape)`."""
+        """Make a pool with the states of `layout`. Each array has the shape `(capacity, *shape)`."""
         arrays = [
             {name: np.zeros((capacity, *shape), dtype=dtype) for name, (shape, dtype) in layer.items()}
             for layer in layout.layers
@@ -134,16 +134,16 @@ class SsmStatePool:
 
     @property
     def free_count(self) -> int:
-        """Slots that can be allocated."""
+        """Number of slots that can be allocated."""
         return len(self._free)
 
     @property
     def used_count(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return len(self._in_use)
 
     def alloc(self, request_id: int) -> int:
-        """Gives the request a slot. Raises `PoolExhausted` when none is free."""
+        """Allocate a slot for a request. Raises `PoolExhausted` if no slot is free."""
         if not self._free:
             raise PoolExhausted(f"asked for 1 slot, 0 of {self.capacity} are free")
         i = self._free.pop()
@@ -152,25 +152,25 @@ class SsmStatePool:
         return i
 
     def release(self, i: int) -> None:
-        """Zeroes slot `i` and gives it back. Raises `InvalidSlot` when it is out of range or free."""
+        """Zero slot `i` and free it. Raises `InvalidSlot` if it is out of range or free."""
         self.slot(self._used(i)).reset()
         self._in_use.remove(i)
         self._free.append(i)
 
     def slot(self, i: int) -> SequenceSlot:
-        """Slot `i`, also when it is free. Raises `InvalidSlot` when it is out of range."""
+        """Return slot `i`, in use or free. Raises `InvalidSlot` if it is out of range."""
         if not 0 <= i < self.capacity:
             raise InvalidSlot(f"slot {i} is out of range: there are {self.capacity} slots")
         return self._slots[i]
 
     def copy(self, dst: int, src: int) -> None:
-        """Copies state and position from slot `src` to `dst`. Raises `InvalidSlot` unless both are in use."""
+        """Copy state and position from slot `src` to `dst`. Raises `InvalidSlot` unless both are in use."""
         self._used(dst), self._used(src)
         self._slots[dst].state.copy_from(self._slots[src].state)
         self._slots[dst].position = self._slots[src].position
 
     def view(self, layer: int, name: str) -> np.ndarray:
-        """State `name` of `layer` for all slots, `(capacity, *shape)`. `ValueError` for an unknown state."""
+        """Return state `name` of `layer` for all slots, `(capacity, *shape)`. Raises `ValueError` if it is unknown."""
         if not 0 <= layer < len(self._arrays) or name not in self._arrays[layer]:
             raise ValueError(f"layer {layer} has no state {name!r}")
         return self._arrays[layer][name]
@@ -182,7 +182,7 @@ class SsmStatePool:
         return i
 
     def check(self) -> None:
-        """Raises `PoolError` when the invariant above is broken."""
+        """Raise `PoolError` if the invariant above is broken."""
         if sorted(self._free + list(self._in_use)) != list(range(self.capacity)):
             raise PoolError(f"{len(self._free)} free + {len(self._in_use)} in use are not {self.capacity} slots")
         for i in self._free:

@@ -1,4 +1,4 @@
-"""What each query token sees: its position, causality or a mask, and the window."""
+"""The tokens that each query token sees, by its position, a mask and the window."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["View", "masks_of", "views"]
 
 
 class View(NamedTuple):
-    """One query token's: tokens `seen`, all of them within [first, end)."""
+    """The tokens `seen` by one query token. All of them are in [first, end)."""
 
     sequence: int
     position: int
@@ -21,7 +21,7 @@ class View(NamedTuple):
 
 
 def views(query_start_loc: Any, seq_lens: list[int], window_left: int, custom_mask: Any) -> Iterator[View]:
-    """Of every query token in order; the arguments are those of `pagepool.decode`.
+    """Yield the view of every query token in order. Takes the arguments of `pagepool.decode`.
 
     >>> [view.seen for view in views([0, 2], [4], 2, None)]
     [[0, 1, 2], [1, 2, 3]]
@@ -38,7 +38,7 @@ def views(query_start_loc: Any, seq_lens: list[int], window_left: int, custom_ma
 
 
 def masks_of(custom_mask: Any, counts: list[int], seq_lens: list[int]) -> list[Any]:
-    """For each sequence None (causal) or lists of bool [query token][token], from any form that `decode` takes."""
+    """Return None (causal) or lists of bool [query token][token] for each sequence, from any form of `custom_mask`."""
     if custom_mask is None:
         return [None] * len(counts)
     if not isinstance(custom_mask, list | tuple):
@@ -67,7 +67,7 @@ def _per_sequence(mask: np.ndarray, counts: list[int], seq_lens: list[int]) -> l
 
 
 def _whole(mask: np.ndarray, seq_len: int) -> list[list[bool]]:
-    """A mask over the last tokens, as one over all."""
+    """Extend a mask over the last tokens to all tokens: a query token sees all earlier ones."""
     rows, width = mask.shape
     before = np.ones((rows, max(0, seq_len - width)), dtype=bool)
     whole: list[list[bool]] = np.concatenate([before, mask[:, max(0, width - seq_len) :]], axis=1).tolist()

@@ -18,7 +18,7 @@ SEED = 20231116
 
 @dataclass(frozen=True)
 class Geometry:
-    """Layers, query heads, key/value heads, and elements per head of a model."""
+    """The shapes of a model's attention: layers, query heads, KV heads, and dims per head."""
 
     num_layers: int
     num_qo_heads: int
@@ -26,7 +26,7 @@ class Geometry:
     head_dim: int
 
     def layout(self, block_size: int) -> KvLayout:
-        """The layout of pages for this model's keys and values."""
+        """Return the page layout for this model's keys and values."""
         return KvLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_size)
 
 
@@ -38,13 +38,23 @@ GEOMETRIES = {
 
 
 class Attention:
-    """Appends keys and values of every token to every layer, prompts included, and runs `decode` for every layer and
-    every decoding sequence. It does not run prefill attention.
+    """Stores K and V of all tokens in every layer, and runs `decode` in every layer for all decoding sequences.
 
-    The values are pseudo-random and made once: every step stores the first rows of the same arrays.
+    It does not run prefill attention. The values are pseudo-random and made once: every step stores the first rows of
+    the same arrays.
 
-    memory    the package with `BlockTables` and `decode`: pagepool or pagepool.reference
-    pool      its `KvCachePool` with the geometry's layout
+    Parameters
+    ----------
+    memory : module
+        `pagepool` or `pagepool.reference`.
+    pool : KvCachePool
+        A pool of this module with the layout of the geometry.
+    geometry : Geometry
+        Shapes of the model.
+    max_sequences, max_tokens : int
+        Most sequences and tokens per step.
+    max_blocks_per_seq : int
+        Most blocks of a sequence.
     """
 
     def __init__(
@@ -66,7 +76,7 @@ class Attention:
         self._v = rng.standard_normal(new, dtype=np.float32)
         self._q = rng.standard_normal((max_sequences, geometry.num_qo_heads, geometry.head_dim), dtype=np.float32)
         self._out = np.empty_like(self._q)
-        # K and V of one token in one layer.
+        # Bytes of K and V of one token in one layer.
         self._token_bytes = 2 * geometry.num_kv_heads * geometry.head_dim * KV_DTYPES[pool.layout.dtype]
         self.calls = 0
         self.kv_bytes = 0

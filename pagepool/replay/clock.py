@@ -1,4 +1,4 @@
-"""Virtual time: the cost of a step, and the times at which requests arrive.
+"""Virtual time: the cost of a step, and the arrival times of requests.
 
 All times are whole microseconds that follow from the work of each step, so every run gives the same numbers.
 """
@@ -19,7 +19,7 @@ MAX_COST = 10**12
 
 @dataclass(frozen=True)
 class CostModel:
-    """A step costs `step` microseconds, plus `prefill` or `decode` for each token of that kind.
+    """Cost of a step in microseconds: `step`, plus `prefill` per prefill token and `decode` per decode token.
 
     >>> CostModel.parse("10000,60,150").of(prefill_tokens=100, decode_tokens=8)
     17200
@@ -34,28 +34,28 @@ class CostModel:
         """Read "step,prefill,decode". Raises ValueError."""
         parts = text.split(",")
         if len(parts) != 3 or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-            raise ValueError(f"a cost is three whole numbers of microseconds, step,prefill,decode, not {text!r}")
+            raise ValueError(f"cost must be step,prefill,decode: 3 whole numbers of microseconds, not {text!r}")
         costs = [int(part) if len(part) < 20 else MAX_COST + 1 for part in parts]
         if max(costs) > MAX_COST:
-            raise ValueError(f"a cost of {max(costs)} microseconds is above the limit of {MAX_COST}")
+            raise ValueError(f"cost must be at most {MAX_COST} microseconds, not {max(costs)}")
         return cls(*costs)
 
     def of(self, prefill_tokens: int, decode_tokens: int) -> int:
-        """Microseconds of a step with these tokens."""
+        """Return the microseconds of a step with these tokens."""
         return self.step + self.prefill * prefill_tokens + self.decode * decode_tokens
 
 
 class Arrivals(Protocol):
-    """When requests arrive, as a replay asks for it. Requests are indices into its trace; each is taken once."""
+    """The arrivals of a replay. Requests are indices into the trace; each one is taken once."""
 
     def next_time(self) -> int | None:
-        """When the next request arrives; None when none does, or none before another one has ended."""
+        """Return the time of the next arrival. None at the end, or if it depends on a running request."""
 
     def take(self) -> tuple[int, int]:
-        """Take the next request: its index and its arrival time. Only where `next_time` is not None."""
+        """Take the next request and return its index and arrival time. `next_time` must not be None."""
 
     def ended(self, index: int, time: int) -> None:
-        """Request `index` has its answer or was refused at `time`."""
+        """Note that request `index` was answered or refused at `time`."""
 
 
 class OpenLoop:
@@ -66,22 +66,24 @@ class OpenLoop:
         self._taken = 0
 
     def next_time(self) -> int | None:
-        """When the next request arrives, or None after the last one."""
+        """Return the time of the next arrival, or None after the last one."""
         return self._times[self._taken] if self._taken < len(self._times) else None
 
     def take(self) -> tuple[int, int]:
-        """Take the next request: its index and its arrival time. Only where `next_time` is not None."""
+        """Take the next request and return its index and arrival time. `next_time` must not be None."""
         index = self._taken
         self._taken += 1
         return index, self._times[index]
 
     def ended(self, index: int, time: int) -> None:
-        """Request `index` has its answer or was refused: no other arrival depends on it."""
+        """Do nothing: no arrival depends on the end of another request."""
 
 
 class Users:
-    """A closed loop of `users` people, all from time 0. Each takes a session of `trace` and asks its requests in order,
-    each after the answer to the one before and the recorded think time; then takes the next free session at once.
+    """A closed loop of `users` users, all starting at time 0.
+
+    A user takes a session of `trace` and sends its requests in order. Before each request, the user waits for the
+    previous answer and the recorded think time. After a session, the user takes the next free session at once.
     """
 
     def __init__(self, trace: Trace, users: int) -> None:
@@ -94,16 +96,16 @@ class Users:
             self._start_session(0)
 
     def next_time(self) -> int | None:
-        """When the next request arrives; None when none does before another one has ended."""
+        """Return the time of the next arrival, or None until a running request has ended."""
         return self._arrivals[0][0] if self._arrivals else None
 
     def take(self) -> tuple[int, int]:
-        """Take the next request: its index and its arrival time. Only where `next_time` is not None."""
+        """Take the next request and return its index and arrival time. `next_time` must not be None."""
         time, _, index = heappop(self._arrivals)
         return index, time
 
     def ended(self, index: int, time: int) -> None:
-        """Request `index` has its answer or was refused at `time`: its user asks the next one."""
+        """Note that request `index` was answered or refused at `time`. Its user sends the next request."""
         rest = self._rest.pop(index)
         if rest:
             following = rest.pop()

@@ -1,4 +1,4 @@
-"""Many engines under one virtual clock, each with a scheduler and a pool, and a route for the requests."""
+"""Several engines with one virtual clock. Each has a scheduler and a pool; a route chooses the engine of a request."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _Item: TypeAlias = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True)
 class Link:
-    """What moving pages from a worker to another costs: `latency` microseconds, and `gb_per_s` GB in a second."""
+    """Cost of moving pages between workers: `latency` microseconds per transfer, and `gb_per_s` GB per second."""
 
     gb_per_s: float
     latency: int
-    token_bytes: int = 32 << 10  # of llama-3.2-1b in 16 bits
+    token_bytes: int = 32 << 10  # bytes of a token of llama-3.2-1b in 16 bits
 
     def cost(self, tokens: int) -> int:
-        """Microseconds to move the pages of `tokens` tokens."""
+        """Return the microseconds to move the pages of `tokens` tokens."""
         return self.latency + round(tokens * self.token_bytes / (1e3 * self.gb_per_s))
 
 
@@ -48,10 +48,16 @@ class Link:
 class ClusterOptions:
     """Options of a run.
 
-    workers    number of workers
-    route      how a request finds its worker: one of `ROUTES`
-    staleness  microseconds from the end of a step until the router hears of it
-    link       the link between workers, or None
+    Attributes
+    ----------
+    workers : int
+        Number of workers.
+    route : str
+        How the worker of a request is chosen, one of `ROUTES`.
+    staleness : int
+        Microseconds from the end of a step until the router gets its changes.
+    link : Link or None
+        The link between workers.
     """
 
     workers: int
@@ -61,7 +67,7 @@ class ClusterOptions:
 
 
 class Inbox:
-    """The requests that a worker was sent, as its arrivals."""
+    """The requests that were sent to a worker, as its arrivals."""
 
     def __init__(self, cluster: Cluster, worker: Worker) -> None:
         self._items: list[_Item] = []
@@ -72,28 +78,32 @@ class Inbox:
         heappush(self._items, item)
 
     def next_time(self) -> int | None:
-        """When the next request can be used; None if the inbox is empty."""
+        """Return the time from which the next request can run, or None if the inbox is empty."""
         return self._items[0][0] if self._items else None
 
     def take(self) -> tuple[int, int]:
-        """Take the next request: its index and its arrival time. What was moved for it is cached now."""
+        """Take the next request and return its index and arrival time. Caches the pages that were moved for it."""
         _, _, index, arrival, moved = heappop(self._items)
         if moved:
             self._worker.take_pages(index, moved)
         return index, arrival
 
     def ended(self, index: int, time: int) -> None:
-        """Request `index` has its answer or was refused at `time`."""
+        """Note that request `index` was answered or refused at `time`."""
         self._worker.began(index, 0)
         self._cluster.arrivals.ended(index, time)
 
 
 class Worker(Replay):
-    """An engine of the cluster: its replay takes requests from an inbox, and knows what it has still to compute.
+    """An engine of the cluster: a replay with an inbox as its arrivals.
 
-    received  requests that it was sent
-    load      tokens of prompts that it has to compute, and one for each sequence that decodes. How many tokens of a
-              prompt are cached is estimated when the prompt is sent
+    Attributes
+    ----------
+    received : int
+        Number of requests that were sent to it.
+    load : int
+        Number of prompt tokens to compute, plus 1 for each decoding sequence. The cached tokens of a prompt are
+        estimated when the prompt is sent.
     """
 
     def __init__(self, cluster: Cluster, config: SchedulerConfig, cost: CostModel, blocks: int, policy: str) -> None:
@@ -135,7 +145,7 @@ class Worker(Replay):
             self._unread += computed - expected
 
     def cached(self, index: int) -> int:
-        """Tokens of a request's prompt that are cached now, in full blocks and without the last one."""
+        """Return the number of cached prompt tokens of a request, in full blocks, without the last token."""
         prompt, salt = self._cluster.prompt(index), self._cluster.tokens.salt(index)
         tokens = self.prefixes.cached_tokens(prompt[:-1], cache_salt=salt)
         return tokens - tokens % self.prefixes.block_size
@@ -162,12 +172,18 @@ class Worker(Replay):
 
 
 class Cluster:
-    """A replay of a trace by many workers, which `run` runs.
+    """A replay of a trace by several workers.
 
-    prompt_tokens  prompt tokens of all requests that have begun
-    found_tokens   prompt tokens that were in the worker's cache
-    moved_tokens   tokens that were moved to the worker's cache; they are found unless they were evicted before
-    moved_us       microseconds that the links took for them
+    Attributes
+    ----------
+    prompt_tokens : int
+        Prompt tokens of all requests that have begun.
+    found_tokens : int
+        Prompt tokens that were in the worker's cache.
+    moved_tokens : int
+        Tokens that were moved to the worker's cache. They are found unless they were evicted before.
+    moved_us : int
+        Microseconds that the links needed for the moved tokens.
     """
 
     def __init__(
@@ -204,7 +220,7 @@ class Cluster:
         self._signed = 0  # when idle workers last gave a sign of life
 
     def run(self, *observers: Callable[[Cluster], Any]) -> None:
-        """Replay everything; call each of `observers` with the cluster after each request that was sent."""
+        """Replay the whole trace. Calls each of `observers` with the cluster after each request that was sent."""
         while True:
             arrival = self.arrivals.next_time()
             if arrival is not None and (not self._ready or arrival <= self._ready[0][0]):
@@ -225,11 +241,11 @@ class Cluster:
             raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")
 
     def prompt(self, index: int) -> list[int]:
-        """The tokens of a request's prompt."""
+        """Return the prompt tokens of a request."""
         return self.tokens.of(index)[0]
 
     def began(self, index: int, found: int) -> None:
-        """Request `index` has begun at its worker, which found `found` of its tokens in the cache."""
+        """Note that request `index` has begun at its worker, with `found` cached tokens."""
         self.prompt_tokens += self.trace.prompt[index]
         self.found_tokens += found
         choice = self._choices.pop(index, None)
@@ -238,7 +254,7 @@ class Cluster:
 
     @property
     def submitted(self) -> int:
-        """Requests that were sent to workers so far."""
+        """Number of requests that were sent to workers so far."""
         return self._sent
 
     def _route(self, index: int, arrival: int) -> None:
@@ -274,13 +290,16 @@ class Cluster:
         return router.choose(prompt, cache_salt=salt, movable_tokens=movable, move_cost=cost)
 
     def _move(self, index: int, number: int, arrival: int, link: Link) -> tuple[int, int]:
-        """Moves pages for a request where that takes less time than to compute them: the tokens that will be there, and
-        when. A worker's link sends one after the other."""
+        """Move pages for a request if this takes less time than computing them.
+
+        Returns the number of moved tokens, and the time at which they arrive. The link of a worker sends one transfer
+        after the other.
+        """
         if self.router is None:
             return 0, arrival
         forecast = self.router.forecast(self.prompt(index), cache_salt=self.tokens.salt(index))
         source = max(forecast, key=lambda worker: forecast[worker], default=number)
-        there = self.workers[source].cached(index)  # the source says what it still has
+        there = self.workers[source].cached(index)  # the forecast may be stale, so ask the source itself
         missing = there - self.workers[number].cached(index)
         if missing <= 0:
             return 0, arrival
@@ -293,7 +312,7 @@ class Cluster:
         return there, start + takes
 
     def _step(self, number: int) -> None:
-        """A worker has ended a step, or can begin one."""
+        """Advance a worker that has ended a step or can begin one."""
         worker = self.workers[number]
         self._next[number] = None
         worker.totals.time_us = max(worker.totals.time_us, self.now)
@@ -310,7 +329,7 @@ class Cluster:
             heappush(self._ready, (time, number))
 
     def _tell(self, number: int) -> None:
-        """A worker sends the router what has changed in its cache, its load and its room."""
+        """Send the changes of a worker's cache, load and free blocks to the router."""
         if self.router is not None:
             worker = self.workers[number]
             state = {"load": worker.load, "room": worker.prefixes.allocator.free_count, "received": worker.received}
@@ -319,7 +338,7 @@ class Cluster:
             heappush(self._messages, (time, self._told, number, events, state))
 
     def _deliver(self) -> None:
-        """The router takes in all messages that have arrived by now, and signs of life of workers that have no work."""
+        """Deliver all messages that have arrived to the router, and signs of life of idle workers."""
         if self.now >= self._signed + SIGN_OF_LIFE:
             self._signed = self.now
             for number, following in enumerate(self._next):

@@ -13,12 +13,12 @@ __all__ = ["cluster_results"]
 
 
 def cluster_results(clusters: list[Cluster], users: int | None = None) -> dict[str, Any]:
-    """Everything counted, the same in every run. `routes` has an object for each cluster, of one trace and one size.
+    """Return all counts, which are the same in every run. `routes` has an object for each cluster.
 
-    `hit_rate`: the share of the prompts' tokens that was cached when a request began, moved ones included.
-    `used_workers`: how many workers got a request.
-    `load_spread`: the busy time of the busiest worker over the mean of all. `moved_s`: the time that links were busy.
-    `router`: `Router.stats()`, null where the route and the link need none.
+    All clusters have the same trace and the same number of workers. `hit_rate` is the share of prompt tokens that were
+    cached when a request began, including moved tokens. `used_workers` is the number of workers that got a request.
+    `load_spread` is the busy time of the busiest worker over the mean of all workers. `moved_s` is the time that links
+    were busy. `router` is `Router.stats()`, or null without a router.
     """
     first = clusters[0]
     return {

@@ -1,4 +1,4 @@
-"""The replay loop: requests go in, the scheduler steps under a virtual clock, numbers come out."""
+"""The replay loop: the scheduler runs the requests of a trace with a virtual clock."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pagepool.scheduling.block_manager import BlockManager
 
 __all__ = ["MeteredBlockManager", "MeteredCache", "Replay", "ReplayFailed", "Totals"]
 
-TOKEN = 0  # every token of a trace that gives only lengths
+TOKEN = 0  # used for all tokens if the trace has only lengths
 
 
 class ReplayFailed(RuntimeError):
-    """The replay got stuck, or blocks were still in use at its end."""
+    """The replay could not continue, or blocks were still in use at its end."""
 
 
 @dataclass
 class Totals:
-    """The counts so far. Times are virtual microseconds, but `*_ns` is wall time."""
+    """The counts so far. Times are virtual microseconds, except `*_ns`, which is wall time."""
 
     refused: int = 0
     finished: int = 0
@@ -43,17 +43,28 @@ class Totals:
 
 
 class Replay:
-    """A replay of a trace, which `run` runs. Observers may read `totals`, `block_manager` and `scheduler`.
+    """A replay of a trace. Observers may read `totals`, `block_manager` and `scheduler`.
 
-    trace      the requests; those that can never fit the pool are counted as refused
-    config     the scheduler's
-    block_manager  a `MeteredBlockManager` over the pool's allocator, or what `scheduler` has instead
-    cost       the virtual clock
-    attention  stores K/V and decodes on real memory, or None
-    arrivals   when requests arrive; None: at their recorded times
-    cache      a metered `PrefixCache` over the same allocator, or None
-    tokens     token ids for the cache to compare; None without a cache
-    scheduler  None: a `Scheduler` over the block manager and the cache
+    Parameters
+    ----------
+    trace : Trace
+        The requests. A request that can never fit the pool is counted as refused.
+    config : SchedulerConfig
+        The configuration of the scheduler.
+    block_manager : MeteredBlockManager or PlainBlockManager
+        Over the allocator of the pool.
+    cost : CostModel
+        The virtual clock.
+    attention : Attention, optional
+        Stores K and V and decodes on real memory.
+    arrivals : Arrivals, optional
+        Default: the recorded arrival times.
+    cache : MeteredCache, optional
+        A prefix cache over the same allocator.
+    tokens : TraceTokens, optional
+        Token ids that the cache compares. Required with a cache.
+    scheduler : PlainScheduler, optional
+        Default: a `Scheduler` over the block manager and the cache.
     """
 
     def __init__(
@@ -79,19 +90,19 @@ class Replay:
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # sequence -> its output tokens, with a cache
         self._cost = cost
-        # Requests beyond one batch wait outside the scheduler, where they take no memory: with the policy fcfs that
-        # changes nothing.
+        # More waiting requests than one batch stay outside the scheduler, to save memory. With the policy fcfs this
+        # changes no result.
         self._most_waiting = config.max_sequences
         self._submitted = 0
         self.last_step_us = 0  # virtual duration of the last step
 
     @property
     def submitted(self) -> int:
-        """Requests handed to the scheduler or refused so far."""
+        """Number of requests that were submitted to the scheduler or refused."""
         return self._submitted
 
     def run(self, *observers: Callable[[Replay], Any]) -> None:
-        """Replay everything; call each of `observers` with the replay after each step. Raises `ReplayFailed`."""
+        """Replay the whole trace. Calls each of `observers` with the replay after each step. Raises `ReplayFailed`."""
         start = perf_counter_ns()
         totals = self.totals
         while True:
@@ -110,7 +121,7 @@ class Replay:
             raise ReplayFailed(f"{ended} of {len(self.trace)} requests have ended")
 
     def advance(self) -> bool:
-        """Hand over what has arrived and take a step. False, and no time passes, when there is no work now."""
+        """Submit the requests that have arrived and run a step. Returns False, and no time passes, without work."""
         self._submit()
         if not self.scheduler.has_work:
             return False
@@ -118,7 +129,7 @@ class Replay:
         return True
 
     def _submit(self) -> None:
-        """Hand over the requests that have arrived by now, as long as the scheduler has few waiting."""
+        """Submit the requests that have arrived, while few requests wait in the scheduler."""
         trace, scheduler, arrivals, now = self.trace, self.scheduler, self._arrivals, self.totals.time_us
         while scheduler.waiting_count < self._most_waiting:
             following = arrivals.next_time()
@@ -126,7 +137,7 @@ class Replay:
                 return
             index, time = arrivals.take()
             self._submitted += 1
-            # A model that has read a prompt has a first token: a request for none stops there, too.
+            # The prefill of a prompt also gives the first token. So a request for 0 tokens gets one.
             prompt, limit = trace.prompt[index], trace.prompt[index] + max(1, trace.output[index])
             if self.block_manager.refusal(limit) is None:
                 seq_id = self._add(index, prompt, limit)
@@ -145,7 +156,7 @@ class Replay:
         return seq_id
 
     def _sampled(self, batch: ScheduledBatch) -> list[int]:
-        """The model's token for each row of the batch; only rows that want one use it."""
+        """Return the model's token for each row of the batch. Rows without `wants_token` do not use it."""
         if self._tokens is None:
             return [TOKEN] * len(batch.seq_ids)
         rows = zip(batch.seq_ids, batch.wants_token, strict=True)
@@ -158,7 +169,7 @@ class Replay:
         totals.schedule_ns += perf_counter_ns() - start
         if batch.is_empty:
             raise ReplayFailed(
-                f"stuck at step {totals.steps}: {scheduler.waiting_count} requests wait and nothing can be scheduled"
+                f"stuck at step {totals.steps}: {scheduler.waiting_count} requests wait, but none can be scheduled"
             )
         self._count(batch)
         if self.attention is not None:
@@ -174,7 +185,7 @@ class Replay:
             self._outputs.pop(seq.id, None)
 
     def _count(self, batch: ScheduledBatch) -> None:
-        """Let the virtual time of the step pass, with the blocks that are in use during it."""
+        """Advance the virtual time by the step, and count its tokens and blocks."""
         totals, block_manager = self.totals, self.block_manager
         prefill_tokens = batch.total_tokens - batch.num_decodes
         duration = self._cost.of(prefill_tokens, batch.num_decodes)
@@ -186,14 +197,14 @@ class Replay:
         totals.occupied_us += duration
         places = block_manager.allocator.in_use * block_manager.block_size
         totals.utilization_us += duration * block_manager.num_tokens / places
-        # Every decode gets a token, and so does the last chunk of a prompt.
+        # Every decode and the last chunk of a prompt get a token.
         ids, first = batch.seq_ids, batch.num_decodes
         if prefill_tokens:
             ids = ids[:first] + [ids[row] for row in range(first, len(ids)) if batch.wants_token[row]]
         totals.latency.tokens(ids, totals.time_us)
 
     def check_end(self) -> None:
-        """Reset the cache; raise `ReplayFailed` unless every block is free then."""
+        """Reset the cache. Raises `ReplayFailed` if a block is still in use after that."""
         allocator = self.block_manager.allocator
         allocator.check()
         if self.cache is not None:
@@ -204,10 +215,10 @@ class Replay:
 
 
 class MeteredBlockManager(BlockManager):
-    """Counts blocks allocated and freed, and the wall time of the calls that do it.
+    """Counts allocated and freed blocks, and measures the wall time of this work.
 
     It measures the calls of `append_batch` and `release_batch`: taking and freeing ids, filling the block tables, and
-    appends that find room in their last block. The loop that adds up the lengths of released states does not count.
+    appends that find room in their last block. It excludes the loop that adds up the lengths of released states.
     """
 
     def __init__(self, allocator: Any, block_size: int) -> None:
@@ -233,7 +244,7 @@ class MeteredBlockManager(BlockManager):
         self.block_frees += before - self.allocator.in_use
 
     def truncate(self, seq: Any, num_tokens: int) -> None:
-        """Keep the first `num_tokens` in the state of `seq`."""
+        """Keep the first `num_tokens` tokens of `seq`."""
         before = self.allocator.in_use
         start = perf_counter_ns()
         super().truncate(seq, num_tokens)
@@ -242,7 +253,7 @@ class MeteredBlockManager(BlockManager):
 
 
 class MeteredCache:
-    """A `PrefixCache` that measures the time of the scheduler's calls."""
+    """A `PrefixCache` that measures the wall time of the scheduler's calls."""
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache

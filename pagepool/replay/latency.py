@@ -8,12 +8,12 @@ __all__ = ["LatencyLog", "percentile"]
 
 
 def percentile(counts: Counter[int], share: float) -> int:
-    """The smallest value that at least `share` of all values do not exceed (nearest rank); 0 without values.
+    """Return the nearest-rank percentile: the smallest value v with at least `share` of all values <= v. 0 if empty.
 
     >>> percentile(Counter({10: 99, 500: 1}), 0.99), percentile(Counter({10: 98, 500: 2}), 0.99)
     (10, 500)
     """
-    # An integer rank: a float product could land just above or below a whole number.
+    # Integer arithmetic: a float product could be slightly above or below a whole number.
     total = sum(counts.values())
     rank = -(-total * round(share * 1000) // 1000)
     seen = 0
@@ -25,11 +25,11 @@ def percentile(counts: Counter[int], share: float) -> int:
 
 
 class LatencyLog:
-    """Turns "these sequences got a token at this time" into histograms.
+    """Histograms of the times to the first token and between tokens.
 
-    Most steps give tokens to the same sequences as the step before; their gaps are equal, and one addition counts all
-    of them. So the last token's time is stored once for all sequences of the last step (`_ids`, `_time`), and one by
-    one in `_earlier` only for those that have missed a step since.
+    Most steps give tokens to the same sequences as the previous step. Their gaps are equal, so one addition counts all
+    of them. For this reason the time of the last token is stored once for all sequences of the last step (`_ids`,
+    `_time`). `_earlier` has the time of each sequence that has missed a step since.
     """
 
     def __init__(self) -> None:
@@ -43,11 +43,11 @@ class LatencyLog:
         self._time = 0
 
     def arrive(self, seq_id: int, time: int) -> None:
-        """A request has arrived at `time`, which may be before the current step."""
+        """Note the arrival of a request at `time`, which may be before the current step."""
         self._arrival[seq_id] = time
 
     def tokens(self, seq_ids: list[int], time: int) -> None:
-        """Each of `seq_ids` got one token at `time`."""
+        """Count one token at `time` for each of `seq_ids`."""
         if self.fresh:
             self.fresh = []
         if seq_ids == self._ids:
@@ -74,6 +74,6 @@ class LatencyLog:
         self._ids, self._time = seq_ids, time
 
     def finish(self, seq_id: int) -> None:
-        """The sequence will get no more tokens."""
+        """Note that the sequence gets no more tokens."""
         self._earlier.pop(seq_id, None)
         self._done.add(seq_id)

@@ -8,11 +8,11 @@ The stack has an entry per prompt, not per block. Blocks that the same prompt to
 Block ids form a tree, so a later prompt removes blocks from a part beginning at its head:
 
     newest  | prompt 9: all its blocks | prompt 7: the tail that 9 did not touch | prompt 4: ... |  oldest
-    weights[p]  blocks in the part of prompt p        last[block]  the prompt whose part has it, -1 for none
+    weights[p]  blocks in the part of prompt p        last[block]  the prompt with the block in its part, or -1
 
-While a prompt takes k blocks of one part, each of them leaves the part and joins the top. So all k have the same
-distance: blocks in newer parts + blocks in this one + blocks that the prompt has touched already. A part costs one
-query of a Fenwick tree over prompts, however many blocks it has.
+When a prompt touches k blocks of one part, each block leaves the part and joins the top. So all k blocks have the same
+distance: blocks in newer parts + blocks in this part + blocks that the prompt has touched before. A part of any size
+costs one query of a Fenwick tree over prompts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ class NotSwept(Exception):
 class LruSweep:
     """Hits, misses and evictions of LRU for any capacity, from one pass over `prompts`.
 
-    Raises `NotSwept` for ids that do not form a tree: the cache would tell their blocks apart and the sweep would not.
+    Raises `NotSwept` for ids that do not form a tree: a cache would distinguish their blocks, but the sweep cannot.
 
-    touches    blocks of all prompts
-    leading    leading blocks by their largest distance from the head; hits are read from it
-    distances  its keys, sorted
+    Attributes
+    ----------
+    touches : int
+        Number of blocks of all prompts.
+    leading : Counter
+        Number of leading blocks by their largest distance from the head. Gives the hits.
+    distances : ndarray of int64
+        The sorted keys of `leading`.
     """
 
     def __init__(self, prompts: Prompts) -> None:
@@ -56,24 +61,24 @@ class LruSweep:
         self._hits = np.cumsum([self.leading[distance] for distance in self.distances.tolist()], dtype=np.int64)
 
     def hits(self, capacity: int | None) -> int:
-        """Leading blocks that a cache of `capacity` blocks finds; None: unlimited."""
+        """Return the number of leading blocks that a cache of `capacity` blocks finds. None: unlimited."""
         place = len(self._hits) if capacity is None else int(np.searchsorted(self.distances, capacity, "right"))
         return int(self._hits[place - 1]) if place else 0
 
     def misses(self, capacity: int | None) -> int:
-        """Blocks that the cache does not have when they are touched."""
+        """Return the number of touched blocks that are not in the cache."""
         found = sum(count for distance, count in self._all.items() if capacity is None or distance <= capacity)
         return self.touches - found
 
     def evictions(self, capacity: int | None) -> int:
-        """Every missed block is cached, and all but `capacity` are evicted. A cache without room caches none."""
+        """Return the number of evictions: all missed blocks are cached, and all but `capacity` are evicted again."""
         return max(0, self.misses(capacity) - capacity) if capacity else 0
 
     def _run(self, prompts: Prompts) -> None:
         first, size = prompts.id_ranges()
         if size > SPARSE * prompts.most_ids + FEW:
             raise NotSwept
-        # The block before each: 0 while unseen, 1 at the head of a prompt, else its id + 2.
+        # The previous block of each block: its id + 2, or 1 at the head of a prompt, or 0 if the block was never seen.
         last, parent = np.full(size, -1, np.int32), np.zeros(size, np.int64)
         for prompt, (ids, session) in enumerate(prompts):
             blocks = ids + np.int64(first[session])
@@ -81,7 +86,7 @@ class LruSweep:
             above[1:] = blocks[:-1] + 2
             known = parent[blocks]
             parent[blocks] = above
-            # The second is true where a block is in this prompt twice.
+            # The second condition is true if a block is in this prompt twice.
             if np.any((known != 0) & (known != above)) or np.any(parent[blocks] != above):
                 raise NotSwept
             self._touch(last[blocks])
@@ -90,7 +95,7 @@ class LruSweep:
             self.touches += len(blocks)
 
     def _touch(self, parts: NDArray[np.int32]) -> None:
-        """Count the blocks of one prompt; `parts` has the part of the stack with each of them."""
+        """Count the blocks of one prompt. `parts` has the part of the stack of each block."""
         weights, largest, leads = self._weights, 0, True
         borders = [0, *(np.flatnonzero(np.diff(parts)) + 1).tolist(), len(parts)]
         for start, end in pairwise(borders):
@@ -123,7 +128,7 @@ class _Fenwick:
             index += index & -index
 
     def from_on(self, index: int) -> int:
-        """The sum of the weights at `index` and above."""
+        """Return the sum of the weights at `index` and above."""
         below = 0
         while index:
             below += self._sums[index]

@@ -1,8 +1,8 @@
-"""The order of a trace's prompts where no clock decides it: a permutation, the same in every run.
+"""The order of a trace's prompts without a clock: a permutation, the same in every run.
 
-Without users prompts come by recorded time, requests of one moment in the order of the file. Users take turns, one
-request each: a user takes a session, asks its requests one after the other, and then takes the next free session of the
-file. A request outside all sessions is a session of its own.
+Without users, prompts are ordered by arrival; requests with the same time keep the order of the file. With users, the
+users take turns and send one request each. A user sends all requests of a session, then takes the next free session of
+the file. A request without a session is a session of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["in_order", "sessions_of"]
 
 
 def sessions_of(trace: Trace) -> list[list[int]]:
-    """The requests of each session, in the order of the file; requests outside all sessions follow, one each."""
+    """Return the requests of each session, in the order of the file, then each request without a session."""
     sessions: dict[int, list[int]] = {}
     alone: list[list[int]] = []
     for index, session in enumerate(trace.session):
@@ -28,7 +28,7 @@ def sessions_of(trace: Trace) -> list[list[int]]:
 
 
 def in_order(trace: Trace, users: int | None = None) -> list[int]:
-    """The indices of all requests in that order."""
+    """Return the indices of all requests in the order of the replay."""
     if users is None:
         return list(range(len(trace)))
     sessions = sessions_of(trace)
@@ -36,7 +36,7 @@ def in_order(trace: Trace, users: int | None = None) -> list[int]:
 
 
 def _by_turns(sessions: list[list[int]], users: int) -> Iterator[int]:
-    """At the end of a session the user asks the first request of the next session at the next turn."""
+    """Yield requests by turns. After a session, the user takes the next session at the next turn."""
     free = iter(sessions[users:])
     line = deque(deque(session) for session in sessions[:users])
     while line:

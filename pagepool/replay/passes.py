@@ -1,4 +1,4 @@
-"""`--clock none`: prompts through the prefix cache alone, one after the other, without time.
+"""`--clock none`: send one prompt after the other through the prefix cache alone, without time.
 
 A hybrid model resumes at the last cached block that also has a recurrent state; `hybrid_pass` counts both.
 """
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 BELADY = "belady"
-PLAIN_POLICIES = ("arc", "lfu", "s3fifo")  # only in pagepool.reference
+PLAIN_POLICIES = ("arc", "lfu", "s3fifo")  # implemented only in pagepool.reference
 Report: TypeAlias = Callable[[int, str], Any]
 Watch: TypeAlias = Callable[[int, int, int, int, int], None]
 
@@ -37,7 +37,7 @@ Watch: TypeAlias = Callable[[int, int, int, int, int], None]
 class CachePass:
     """The counts of one pass over `blocks` blocks. `nanoseconds` is the wall time of all calls of the cache.
 
-    `capacity` None: there was room for everything. `nanoseconds` None: a sweep counted, without a cache.
+    `capacity` None: unlimited. `nanoseconds` None: the counts come from an `LruSweep`, without a cache.
     """
 
     policy: str
@@ -52,11 +52,11 @@ class CachePass:
 def cache_pass(
     memory: Any, prompts: Prompts, policy: str, capacity: int | None, report: Report = lambda done, state: None
 ) -> CachePass:
-    """One pass through a cache of `capacity` blocks.
+    """Run all prompts through a cache of `capacity` blocks.
 
-    `memory` is pagepool or pagepool.reference; policies that pagepool does not have always run in pagepool.reference.
-    A prompt's hits are its leading blocks that are cached. Its blocks are touched from head to tail, and those
-    that are missing are cached. Raises `PoolError` if the cache does not give every block back at the end.
+    `memory` is pagepool or pagepool.reference; policies that pagepool lacks always run in pagepool.reference. The hits
+    of a prompt are its cached leading blocks. The blocks of a prompt are touched from head to tail, and missing blocks
+    are cached. Raises `PoolError` if a block is still in use at the end.
     """
     cache = _make_cache(memory, prompts, policy, capacity)
     hits = blocks = nanoseconds = 0
@@ -82,10 +82,10 @@ def cache_passes(
     sweep: bool = True,
     report: Report = lambda done, state: None,
 ) -> list[CachePass]:
-    """Every policy at every capacity, policies first. "belady" is the bound that no policy can pass.
+    """Run every policy at every capacity. "belady" is the upper bound of all policies.
 
-    LRU at several capacities takes one pass unless `sweep` is False; every other pass reads the prompts once.
-    `report(done, state)` gets the number of prompts that are done over all passes, and what runs now.
+    LRU at several capacities takes one pass unless `sweep` is False. Other policies take one pass per capacity.
+    `report(done, state)` gets the number of finished prompts of all passes, and a description of the current pass.
     """
     passes: list[CachePass] = []
     for policy in policies:
@@ -115,7 +115,7 @@ def _make_cache(memory: Any, prompts: Prompts, policy: str, capacity: int | None
 
 
 def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass] | None:
-    """The passes of LRU by stack distances, or None where the block ids do not allow it."""
+    """Return the passes of LRU, computed from stack distances, or None if the block ids do not allow this."""
     try:
         lru = LruSweep(prompts)
     except NotSwept:
@@ -128,7 +128,7 @@ def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass
 
 
 def _bounds(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass]:
-    """The most hits that any policy could have at each capacity."""
+    """Return the most hits that any policy can have at each capacity."""
     ids, ends = prompts.flat()
     found = []
     for capacity in capacities:
@@ -141,8 +141,17 @@ def _bounds(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePas
 
 @dataclass(frozen=True)
 class StateOptions:
-    """Bytes of one recurrent state, bytes that all states may take (None: no bound), and the distance in tokens between
-    two states of the grid (0: no grid)."""
+    """Sizes of recurrent states.
+
+    Attributes
+    ----------
+    state_bytes : int
+        Bytes of one recurrent state.
+    budget_bytes : int or None
+        Most bytes of all states, None for no bound.
+    grid : int
+        Distance in tokens between two states of the grid, 0 for no grid.
+    """
 
     state_bytes: int
     budget_bytes: int | None = None
@@ -153,8 +162,8 @@ class StateOptions:
 class HybridPass:
     """The counts of one pass, in full blocks.
 
-    For comparison with a state at the end of every cached block: `every_block` is how many such states would have been
-    saved, `peak_blocks` the most at one time.
+    `every_block` and `peak_blocks` are for comparison with a state at the end of every cached block: the total and the
+    largest number of such states.
     """
 
     policy: str
@@ -175,14 +184,14 @@ def hybrid_pass(
     options: StateOptions,
     watch: Watch | None = None,
 ) -> HybridPass:
-    """One pass through a cache of `capacity` blocks and an index of recurrent states.
+    """Run all prompts through a cache of `capacity` blocks and an index of recurrent states.
 
-    Each prompt resumes at the longest prefix with both a cached block and a state. It saves states where the index asks
-    for them, and one at its last full block. As in a model, the last token of a prompt is always computed. The index
-    counts blocks in place of tokens: sizes and grid are divided by the block size.
+    Each prompt resumes at the longest prefix with both a cached block and a state. It saves states at the positions
+    that the index returns, and one at its last full block. As in a model, the last token of a prompt is always
+    computed. The index counts blocks instead of tokens: sizes and grid are divided by the block size.
 
-    `watch` is called after each prompt: with its number of full blocks, hits and usable hits, and with the numbers of
-    states and cached blocks. Raises `PoolError` if an invariant is broken at the end.
+    `watch` is called after each prompt with its full blocks, hits and usable hits, and with the numbers of states and
+    cached blocks. Raises `PoolError` if an invariant is broken at the end.
     """
     size = prompts.block_size
     cache = _make_cache(memory, prompts, policy, capacity)
@@ -195,7 +204,7 @@ def hybrid_pass(
     )
     hits = usable = peak = 0
     for request in prompts.order:
-        # With the last, partial block, so that in most prompts a token follows the last full one.
+        # Includes the last, partial block, so that in most prompts a token follows the last full block.
         ids, session = prompts.row(request, True), prompts.trace.session[request]
         full = prompts.trace.prompt[request] // size
         blocks = cache.touch(ids[:full], cache_salt=session)

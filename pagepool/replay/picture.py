@@ -1,7 +1,7 @@
-"""What `--plot` and `--html` draw, as plain data, and the HTML page that carries it as JSON.
+"""The data of the pictures of `--plot` and `--html`, and the HTML page that contains it as JSON.
 
-`Timeline` and `HybridRecord` gather it in a bounded number of windows while a replay or a pass runs. Every picture has
-title, footer, facts (pairs of texts) and table (rows of texts), and one of timeline, curve and hybrid.
+`Timeline` and `HybridRecord` collect the data in a bounded number of windows while a replay or a pass runs. Every
+picture has title, footer, facts (pairs of texts) and table (rows of texts), and one of timeline, curve and hybrid.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ __all__ = [
 TEMPLATE = Path(__file__).parent.parent / "data" / "replay.html"
 MOST_WINDOWS = 480
 MOST_ROWS = 96
-MOST_BLOCKS = 6_144  # looked at for one column of the map
+MOST_BLOCKS = 6_144  # most sampled blocks for one column of the map
 MOST_PASS_WINDOWS = 160
 CURVE_POINTS = 240
 HALVES = 9
 
 
 def page(picture: dict[str, Any]) -> str:
-    """The picture as one HTML page that needs no other file, no network and no server.
+    """Return the picture as one HTML page that needs no other file and no network.
 
-    The data is JSON in a script element, so each "<" is escaped: no tag may begin in it.
+    The data is JSON in a script element. Each "<" is escaped, so no tag can begin in it.
     """
     data = json.dumps(picture, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    # Split before anything is filled in: the trace's name may be a placeholder.
+    # Split the template before filling it in: the trace's name could contain a placeholder.
     head, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("{{title}}")
     body, _, tail = rest.partition("{{data}}")
     return f"{head}{escape(picture['title'])}{body}{data}{tail}"
@@ -74,15 +74,15 @@ def _picture(title: str, footer: str, **parts: Any) -> dict[str, Any]:
 
 @dataclass
 class Window:
-    """Some successive steps. Times are virtual microseconds; counts without a comment are at the end of the window."""
+    """Counts of successive steps. Times are virtual microseconds. Fields without a comment are values at the end."""
 
     begin: int
     end: int = 0
     steps: int = 0
-    busy: int = 0  # microseconds of its steps; the rest is idle
-    longest: int = 0  # of its steps
-    prefill_tokens: int = 0  # of all its steps
-    decode_tokens: int = 0  # of all its steps
+    busy: int = 0  # microseconds of the steps; the rest of the window is idle
+    longest: int = 0  # microseconds of the longest step
+    prefill_tokens: int = 0  # sum over the steps
+    decode_tokens: int = 0  # sum over the steps
     running: int = 0
     waiting: int = 0
     in_use: int = 0
@@ -90,7 +90,7 @@ class Window:
     held_tokens: int = 0
     preemptions: int = 0  # since the start of the replay
     ttft: list[int] = field(default_factory=list)
-    column: bytes = b""  # of the map: for each row a byte, the share of its blocks in use
+    column: bytes = b""  # a column of the map: one byte per row, the share of its blocks in use
 
     def join(self, later: Window) -> None:
         """Extend this window by the next one."""
@@ -226,8 +226,10 @@ def pass_picture(numbers: dict[str, Any], prompts: Prompts) -> dict[str, Any]:
 
 
 def lru_curve(prompts: Prompts) -> list[tuple[int, float]] | None:
-    """LRU's hit rate over capacity, at up to CURVE_POINTS capacities where it changes; None where no sweep is possible
-    or nothing hits."""
+    """Return LRU's hit rate at up to CURVE_POINTS capacities at which it changes.
+
+    None if a sweep is not possible or the trace has no hits.
+    """
     try:
         lru = LruSweep(prompts)
     except NotSwept:
@@ -235,7 +237,7 @@ def lru_curve(prompts: Prompts) -> list[tuple[int, float]] | None:
     if not len(lru.distances) or not prompts.full_blocks:
         return None
     distances = lru.distances.tolist()
-    # Evenly over the ratio of capacities, as the axis is logarithmic; the last one always.
+    # Logarithmic spacing, as on the axis. Always includes the last point.
     points: list[tuple[int, float]] = []
     ratio = (distances[-1] / distances[0]) ** (1 / CURVE_POINTS)
     wanted = float(distances[0])
@@ -250,7 +252,7 @@ def lru_curve(prompts: Prompts) -> list[tuple[int, float]] | None:
 
 
 class HybridRecord:
-    """Counts of one pass in windows of equally many prompts, and what the same pass has with smaller budgets.
+    """Counts of one pass in windows of equally many prompts, and its usable blocks with smaller budgets.
 
     full_blocks == sum(full), hit_blocks == sum(hit), usable_blocks == sum(usable)
     """
@@ -261,12 +263,12 @@ class HybridRecord:
         self.full: list[int] = []
         self.hit: list[int] = []
         self.usable: list[int] = []
-        self.states: list[int] = []  # at the end of a window
+        self.states: list[int] = []  # number of states at the end of each window
         self.every_block: list[int] = []  # the same with a state at the end of every cached block
         self.budgets: list[tuple[int, int]] = []  # bytes of all states, usable blocks
 
     def __call__(self, full: int, hit: int, usable: int, states: int, cached: int) -> None:
-        """Count a prompt; `hybrid_pass` calls it."""
+        """Count a prompt. Called by `hybrid_pass`."""
         if self.prompts % self.per_window == 0:
             for values in (self.full, self.hit, self.usable, self.states, self.every_block):
                 values.append(0)
@@ -277,7 +279,7 @@ class HybridRecord:
         self.states[-1], self.every_block[-1] = states, cached
 
     def ends(self) -> list[int]:
-        """The number of prompts at the end of each window."""
+        """Return the number of prompts at the end of each window."""
         return [min((at + 1) * self.per_window, self.prompts) for at in range(len(self.full))]
 
 
@@ -289,7 +291,7 @@ def recorded_passes(
     options: StateOptions,
     progress: Callable[[int, str], None],
 ) -> list[tuple[HybridPass, HybridRecord]]:
-    """Every pass with its record. `progress` gets the number of prompts that are done, and the pass."""
+    """Run every pass and return each with its record. `progress` gets the number of finished prompts and the pass."""
     found = []
     for policy, capacity in product(policies, capacities):
         record = HybridRecord(len(prompts))
@@ -301,7 +303,7 @@ def recorded_passes(
 
 
 def _budgets(memory: Any, prompts: Prompts, one: HybridPass, options: StateOptions) -> list[tuple[int, int]]:
-    """Usable blocks of the same pass with budgets for all states: the peak bytes of `one`, then half, and so on."""
+    """Return usable blocks of the same pass for several budgets: the peak bytes of `one`, then half, and so on."""
     most = one.states["peak_states"] * options.state_bytes
     found = [(most, one.usable_blocks)] if most else []
     for budget in [most >> halves for halves in range(1, HALVES + 1)]:
@@ -312,10 +314,10 @@ def _budgets(memory: Any, prompts: Prompts, one: HybridPass, options: StateOptio
 
 
 def hybrid_picture(numbers: dict[str, Any], found: list[tuple[HybridPass, HybridRecord]]) -> dict[str, Any]:
-    """The picture of passes with states.
+    """Return the picture of passes with states.
 
-    For each pass it shows the share of full blocks that are usable, over the budget and over the trace, and the number
-    of states, compared with a state at the end of every cached block.
+    For each pass it shows the share of usable full blocks over the budget and over the trace. It also compares the
+    number of states with one state at the end of every cached block.
     """
     several = len({one.policy for one, _ in found}) > 1
     lines = [

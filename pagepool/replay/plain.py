@@ -1,4 +1,4 @@
-"""`--reference`: the reference scheduler over reference memory, with the counts and times that a replay reports."""
+"""`--reference`: the reference scheduler over reference memory, with the counts and times of a replay's report."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["PlainBlockManager", "PlainScheduler"]
 
 
 class PlainScheduler(reference.Scheduler):
-    """The reference scheduler; it counts blocks allocated and freed and measures the time of these calls.
+    """The reference scheduler. Counts allocated and freed blocks, and measures the time of this work.
 
-    As in `MeteredBlockManager`, a call is a whole batch of appends, or a state that ends or is cut. Evictions do not
-    count.
+    As in `MeteredBlockManager`, a call is a whole batch of appends, or the end or truncation of a state. Evictions are
+    not counted.
     """
 
     block_allocs = block_frees = nanoseconds = 0
 
     @property
     def active_count(self) -> int:
-        """Running requests."""
+        """Number of active requests."""
         return len(self.ring)
 
     @property
     def waiting_count(self) -> int:
-        """Waiting requests."""
+        """Number of waiting requests."""
         return len(self.waiting)
 
     def append(self, requests: list[Any], counts: list[int]) -> bool:
@@ -39,7 +39,7 @@ class PlainScheduler(reference.Scheduler):
         return taken
 
     def give_back(self, call: Callable[..., None], *given: Any) -> None:
-        """Call a method of a state that gives blocks back."""
+        """Call a method of a state that frees blocks."""
         before, start = self.allocator.in_use, perf_counter_ns()
         call(*given)
         self.nanoseconds += perf_counter_ns() - start
@@ -50,7 +50,7 @@ class PlainScheduler(reference.Scheduler):
 
 
 class _State(reference.PagedSeqState):
-    """A sequence that tells its scheduler how many blocks it frees."""
+    """A sequence that reports freed blocks to its scheduler."""
 
     def __init__(self, scheduler: PlainScheduler, max_blocks: int) -> None:
         super().__init__(scheduler.allocator, scheduler.block_size, max_blocks)
@@ -76,25 +76,25 @@ class PlainBlockManager:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the states of all requests."""
+        """Number of tokens in the states of all requests."""
         return sum(request.kv.len for request in self._scheduler.requests() if request.kv is not None)
 
     @property
     def block_allocs(self) -> int:
-        """Blocks taken so far."""
+        """Number of blocks allocated so far."""
         return self._scheduler.block_allocs
 
     @property
     def block_frees(self) -> int:
-        """Blocks that sequences have freed so far; evictions by the cache do not count."""
+        """Number of blocks that sequences have freed so far, without evictions by the cache."""
         return self._scheduler.block_frees
 
     @property
     def nanoseconds(self) -> int:
-        """Wall time of the calls that took and gave them back."""
+        """Wall time of the calls that allocated and freed blocks."""
         return self._scheduler.nanoseconds
 
     def refusal(self, max_tokens: int) -> str | None:
-        """Why a sequence of `max_tokens` can never run, or None."""
+        """Return the reason why a sequence of `max_tokens` can never run, or None."""
         needed, capacity = self._scheduler.blocks_for(max_tokens), self.allocator.max_capacity
         return None if needed <= capacity else f"{max_tokens} tokens need {needed} blocks, the pool has {capacity}"

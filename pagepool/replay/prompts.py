@@ -19,38 +19,46 @@ MAX_TOKEN = 2**31 - 1
 
 
 class PassError(ValueError):
-    """The trace has no prefix blocks, or not such that the options can use them."""
+    """The trace has no prefix blocks, or its prefix blocks do not fit the options."""
 
 
 class Prompts:
-    """The prompts of a trace as rows of block ids: two blocks have the same id where they and all before are equal.
+    """The prompts of a trace as rows of block ids. Blocks have the same id if they and all earlier blocks are equal.
 
-    trace       read with its prefixes
-    block_size  tokens per block; None: the trace's own. It must divide the trace's, whose blocks are cut then
-    order       indices of the requests, each once; None: as they arrive
+    Parameters
+    ----------
+    trace : Trace
+        A trace that was read with its prefixes.
+    block_size : int, optional
+        Tokens per block. It must divide the block size of the trace, which is the default.
+    order : sequence of int, optional
+        Indices of the requests, each once. Default: the order of arrival.
 
-    Raises `PassError` for a trace without prefix blocks, a size that does not divide theirs, and ids beyond 31 bits.
+    Raises
+    ------
+    PassError
+        If the trace has no prefix blocks, `block_size` does not divide theirs, or an id needs more than 31 bits.
     """
 
     def __init__(self, trace: Trace, block_size: int | None = None, order: Sequence[int] | None = None) -> None:
         if not trace.block or trace.runs is None:
-            raise PassError("the trace names no prefix blocks, which --clock none needs")
+            raise PassError("the trace has no prefix blocks, which --clock none needs")
         self.trace = trace
         self.block_size = block_size or trace.block
         self.order = range(len(trace)) if order is None else order
         if trace.block % self.block_size:
             raise PassError(
-                f"--block-size {self.block_size} does not divide the trace's blocks of {trace.block} tokens"
+                f"--block-size must divide the trace's block size, {trace.block} tokens, and {self.block_size} does not"
             )
         self._cuts = trace.block // self.block_size
         last = _last_id(trace.runs)
         if last * self._cuts > MAX_IDS:
-            raise PassError(f"{last} block ids cut in {self._cuts} are more than {MAX_IDS}")
+            raise PassError(f"the trace has {last} block ids; cut into {self._cuts} parts, they exceed {MAX_IDS}")
         self.full_blocks = sum(tokens // self.block_size for tokens in trace.prompt)
         self.most_ids = sum(-(-tokens // self.block_size) for tokens in trace.prompt)
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int32], int]]:
-        """For each prompt the ids of its full blocks, and its session."""
+        """Yield the ids of the full blocks and the session of each prompt."""
         for index in self.order:
             yield self.row(index), self.trace.session[index]
 
@@ -58,25 +66,25 @@ class Prompts:
         return len(self.order)
 
     def row(self, index: int, partial: bool = False) -> NDArray[np.int32]:
-        """The ids of the full blocks of request `index` of the trace; with `partial` also of a last, partial one."""
+        """Return the ids of the full blocks of request `index`. `partial` includes a partial last block."""
         tokens = self.trace.prompt[index]
         ids = _ids((self.trace.runs or [])[index], self._cuts)
         return ids[: -(-tokens // self.block_size) if partial else tokens // self.block_size]
 
     def flat(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The ids of all prompts in one row, different for different sessions, and where each prompt ends.
+        """Return the ids of all prompts in one array, and the end of each prompt. Different sessions share no ids.
 
-        Raises `PassError` when the ids need more than 31 bits.
+        Raises `PassError` if the ids need more than 31 bits.
         """
         first, size = self.id_ranges()
         if size > MAX_IDS:
-            raise PassError(f"{size} block ids of all sessions are more than {MAX_IDS}")
+            raise PassError(f"all sessions together must have at most {MAX_IDS} block ids, not {size}")
         rows = [ids + np.int32(first[session]) for ids, session in self]
         ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
         return np.concatenate(rows) if rows else np.empty(0, np.int32), ends
 
     def id_ranges(self) -> tuple[dict[int, int], int]:
-        """The first id of each session if each session gets a range of its own, and the number of ids in all."""
+        """Give each session its own range of ids. Returns the first id of each session, and the number of ids."""
         ends: dict[int, int] = {}
         for runs, session in zip(self.trace.runs or [], self.trace.session, strict=True):
             ends[session] = max(ends.get(session, 0), _last_id([runs]) * self._cuts)
@@ -85,29 +93,31 @@ class Prompts:
 
 
 class TraceTokens:
-    """Token ids for the requests of a trace, equal where its block ids say so.
+    """Token ids for the requests of a trace. Tokens with equal block ids are equal.
 
-    Every token of block b is b + 1, whatever block size the pool has. The end of a prompt and the output have no block
-    id. They get what the session's next prompt has in their place if it continues this one; else the end of the prompt
-    is a token of its own and the output is 0. The ids of sessions are unrelated, so a request's salt is its session.
+    Every token of block b is b + 1, with every block size of the pool. The end of a prompt and the output have no block
+    id. If the session's next prompt continues this one, they get its tokens. Otherwise the end of the prompt gets a
+    token that no other prompt has, and the output is 0. Sessions have unrelated ids, so the salt of a request is its
+    session.
 
     Raises `PassError` for a trace without prefix blocks and for ids beyond 31 bits.
     """
 
     def __init__(self, trace: Trace) -> None:
         if not trace.block or trace.runs is None:
-            raise PassError("the trace names no prefix blocks, which --policy needs")
+            raise PassError("the trace has no prefix blocks, which --policy needs")
         self._trace = trace
         self._runs = trace.runs
         last = _last_id(trace.runs)
         if last > MAX_TOKEN - len(trace):
-            raise PassError(f"{last} block ids are more than {MAX_TOKEN - len(trace)}, beside {len(trace)} requests")
+            limit = MAX_TOKEN - len(trace)
+            raise PassError(f"a trace of {len(trace)} requests must have at most {limit} block ids, not {last}")
         self._next: dict[int, int] = {}
         for session in sessions_of(trace):
             self._next.update(pairwise(session))
 
     def of(self, index: int) -> tuple[list[int], Iterator[int]]:
-        """The prompt of request `index`, and the endless tokens that its model generates."""
+        """Return the prompt of request `index`, and an endless iterator of its output tokens."""
         trace, length = self._trace, self._trace.prompt[index]
         known = self._known(index)
         rest = self._next_tokens(index, known)
@@ -119,16 +129,16 @@ class TraceTokens:
         return prompt.tolist(), chain(output, repeat(NO_TOKEN))
 
     def salt(self, index: int) -> int:
-        """The cache salt of request `index`: its session."""
+        """Return the cache salt of request `index`: its session."""
         return self._trace.session[index]
 
     def _known(self, index: int) -> NDArray[np.int32]:
-        """The tokens of a prompt that have block ids."""
+        """Return the tokens of a prompt that have block ids."""
         blocks = _ids(self._runs[index])
         return np.repeat(blocks + np.int32(1), self._trace.block)[: self._trace.prompt[index]]
 
     def _next_tokens(self, index: int, known: NDArray[np.int32]) -> NDArray[np.int32]:
-        """What follows `known` in the session's next prompt; nothing when that does not begin with it."""
+        """Return the tokens after `known` in the session's next prompt, or none if it begins with other tokens."""
         following = self._next.get(index)
         if following is None:
             return known[:0]
@@ -139,7 +149,7 @@ class TraceTokens:
 
 
 def _ids(runs: list[int], cuts: int = 1) -> NDArray[np.int32]:
-    """The block ids of runs [start, length, ...], each cut in `cuts`."""
+    """Return the block ids of runs [start, length, ...]. Each block is cut into `cuts` blocks."""
     parts = [
         np.arange(start * cuts, (start + length) * cuts, dtype=np.int32)
         for start, length in zip(runs[::2], runs[1::2], strict=True)
@@ -148,6 +158,6 @@ def _ids(runs: list[int], cuts: int = 1) -> NDArray[np.int32]:
 
 
 def _last_id(rows: list[list[int]]) -> int:
-    """One more than the highest block id in these runs; 0 without runs."""
+    """Return the highest block id in these runs plus 1, or 0 without runs."""
     pairs = (pair for runs in rows for pair in zip(runs[::2], runs[1::2], strict=True))
     return max((start + length for start, length in pairs), default=0)

@@ -1,18 +1,18 @@
-"""Reads `ptrace-1` traces: JSON lines, plain or xz. A trace comes from elsewhere, so nothing in it is trusted.
+"""Reads `ptrace-1` traces: JSON lines, plain or xz. Traces are untrusted input.
 
     {"fmt":"ptrace-1","name":"azure2023_conv","block":0,"unit":"ms","licence":"CC-BY-4.0","n":19366}
     [arrival, prompt tokens, output tokens, [start, length, start, length, ...]]
     ...
 
-`unit` is "s", "ms", "us" or null (no arrivals: all requests arrive at time 0). `n` is the number of records; a recorder
-leaves null while it writes, and every whole line counts. The runs name the prefix blocks of the prompt.
+`unit` is "s", "ms", "us" or null (no arrivals: all requests arrive at time 0). `n` is the number of records. A recorder
+writes null until it is closed; then every complete line counts. The runs are the ids of the prompt's prefix blocks.
 
-A file of sessions has one session a line, `{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`.
-Its requests arrive at their recorded times, whether or not the one before has ended. `think` is the pause before a
-request, `api` how long it took, in seconds.
+A file of sessions has one session per line, `{"s", "tool", "sys", "r": [[arrival, in, out, think, api, [runs]], ...]}`.
+Its requests arrive at their recorded times, even if the previous request has not ended. `think` is the pause before a
+request, and `api` its duration, in seconds.
 
-Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory whatever the file
-holds: a line, the whole text after decompression, the digits of a number, requests, tokens, times.
+Every fault is a `TraceError` that names the file and the line. The limits below bound time and memory for every input:
+length of a line, decompressed size, digits of a number, requests, tokens, times.
 """
 
 from __future__ import annotations
@@ -36,27 +36,31 @@ MAX_DIGITS = 18
 XZ_MAGIC = b"\xfd7zXZ\x00"
 
 MAX_REQUESTS = 5_000_000
-MAX_TOKENS = 1 << 24  # of one request's prompt, and of its output
+MAX_TOKENS = 1 << 24  # limit for the prompt and for the output of a request
 MAX_TIME_US = 10**15  # 31 years
 
 MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1, None: 0}
 
 
 class TraceError(ValueError):
-    """A file cannot be read; the message is one sentence with the file and, if known, the line."""
+    """A file cannot be read. The message is one sentence with the file and, if known, the line."""
 
 
 class Fault(Exception):
-    """What is wrong with the current line; `JsonLines` adds file and number."""
+    """A fault of the current line. `JsonLines` adds the file and the line number."""
 
 
 class JsonLines:
-    """The lines of a file, plain or xz, as bytes: each of at most MAX_LINE bytes, at most MAX_TEXT in all.
+    """The lines of a file, plain or xz, as bytes: at most MAX_LINE bytes per line, at most MAX_TEXT bytes in total.
 
-    A context manager that turns `Fault`s and errors of reading inside it into `TraceError`.
+    It is a context manager. It turns a `Fault` or a read error in its body into a `TraceError`.
 
-    number    of the line read last, from 1 on; at the end of the file, one more
-    is_whole  whether that line ends with a line break: the last of a file may be cut off
+    Attributes
+    ----------
+    number : int
+        Number of the last line, counted from 1. At the end of the file: the number of lines + 1.
+    is_whole : bool
+        True if the last line ends with a line break. The last line of a file may be cut off.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -90,7 +94,7 @@ class JsonLines:
         if isinstance(error, lzma.LZMAError):
             raise self._at(f"the xz stream is damaged ({error})") from None
         if isinstance(error, MemoryError):
-            raise self._at("needs more memory than there is") from None
+            raise self._at("out of memory") from None
         if isinstance(error, OSError):
             raise self._unreadable(error) from None
 
@@ -104,9 +108,9 @@ class JsonLines:
             raise StopIteration
         self._total += len(line)
         if len(line) > MAX_LINE:
-            raise Fault(f"the line is longer than {MAX_LINE} bytes")
+            raise Fault(f"a line must have at most {MAX_LINE} bytes")
         if self._total > MAX_TEXT:
-            raise Fault(f"the trace is larger than {MAX_TEXT} bytes")
+            raise Fault(f"a trace must have at most {MAX_TEXT} bytes")
         self.is_whole = line.endswith(b"\n")
         return line
 
@@ -122,12 +126,12 @@ class JsonLines:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise Fault(f"{name} is not a number of JSON")
+    raise Fault(f"{name} is not a JSON number")
 
 
 def _short_int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise Fault(f"a number of {len(digits)} digits is too large")
+        raise Fault(f"a number must have at most {MAX_DIGITS} digits, not {len(digits)}")
     return int(digits)
 
 
@@ -135,7 +139,7 @@ _decode = json.JSONDecoder(parse_constant=_no_constant, parse_int=_short_int).de
 
 
 def parse(line: bytes) -> Any:
-    """The value of a line. Raises `Fault`."""
+    """Return the value of a line. Raises `Fault`."""
     try:
         return _decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -147,7 +151,7 @@ def parse(line: bytes) -> Any:
 
 
 def short(value: Any) -> str:
-    """A value from the file for a message, shortened."""
+    """Shorten a value from the file for a message."""
     if isinstance(value, (list, dict)):
         return "a list" if isinstance(value, list) else "an object"
     text = ascii(value)
@@ -165,20 +169,20 @@ class Trace:
     prompt: array[int] = field(default_factory=lambda: array("i"))
     output: array[int] = field(default_factory=lambda: array("i"))
     session: array[int] = field(default_factory=lambda: array("i"))  # the session of request i; 0: none
-    think_us: array[int] = field(default_factory=lambda: array("q"))  # since the session's request before ended
-    api_us: array[int] = field(default_factory=lambda: array("q"))  # how long request i took when it was recorded
-    runs: list[list[int]] | None = None  # block ids of each prompt as [start, length, ...], if they were asked for
+    think_us: array[int] = field(default_factory=lambda: array("q"))  # from the end of the session's previous request
+    api_us: array[int] = field(default_factory=lambda: array("q"))  # recorded duration of request i
+    runs: list[list[int]] | None = None  # block ids of each prompt as [start, length, ...], if they were read
 
     def __len__(self) -> int:
         return len(self.arrival_us)
 
     def longest(self) -> int:
-        """The most tokens, prompt and output, of one request; 0 for an empty trace."""
+        """Return the most tokens of one request, prompt and output together; 0 for an empty trace."""
         return max(map(int.__add__, self.prompt, self.output), default=0)
 
 
 def read_trace(path: str | Path, limit: int | None = None, *, prefixes: bool = False) -> Trace:
-    """Read the trace at `path`, or its first `limit` requests; with `prefixes` also the runs of their blocks.
+    """Read the trace at `path`, or its first `limit` requests. `prefixes` includes the runs of their blocks.
 
     Raises `TraceError`.
     """
@@ -194,19 +198,19 @@ def read_trace(path: str | Path, limit: int | None = None, *, prefixes: bool = F
             if line is None:
                 if count is None:
                     break
-                raise Fault(f"the file ends after {record} of the {count} records that the header promises")
+                raise Fault(f"the header announces {count} records, but the file ends after {record}")
             if count is None and not lines.is_whole:
-                break  # a recorder was stopped while it wrote this line
+                break  # the recorder was interrupted while it wrote this line
             _record(trace, parse(line), record, scale, limit)
             record += 1
         else:
             if next(lines, None) is not None:
-                raise Fault(f"the header promises {count} records, here is one more")
+                raise Fault(f"the header announces {count} records, but the file has more")
     return _by_arrival(trace)
 
 
 def _header(line: bytes) -> tuple[Trace, int | None, int]:
-    """An empty trace, the number of records (None: every whole line), and the microseconds of the unit."""
+    """Return an empty trace, the number of records (None: every complete line), and the microseconds per unit."""
     if not line:
         raise Fault("the file is empty")
     head = parse(line)
@@ -225,7 +229,7 @@ def _header(line: bytes) -> tuple[Trace, int | None, int]:
 
 
 def _whole(what: str, value: Any, low: int, high: int) -> int:
-    """`value` if it is an int, not a bool, from `low` to `high`."""
+    """Return `value`. Raises `Fault` if it is not an int from `low` to `high`."""
     if type(value) is not int:
         raise Fault(f"{what} must be a whole number, not {short(value)}")
     if not low <= value <= high:
@@ -234,7 +238,7 @@ def _whole(what: str, value: Any, low: int, high: int) -> int:
 
 
 def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | None) -> None:
-    """Add record `number` of the file, a request or a session of them, up to `limit` requests in all."""
+    """Add record `number` of the file, a request or a session, until the trace has `limit` requests."""
     if isinstance(record, dict):
         requests = record.get("r")
         if not isinstance(requests, list):
@@ -263,7 +267,7 @@ def _request(trace: Trace, record: list[Any], session: int, scale: int) -> None:
         if type(value) is not int or value < 0:
             raise Fault(f"the runs must be whole numbers from 0 up, not {short(value)}")
     if len(trace) >= MAX_REQUESTS:
-        raise Fault(f"more than {MAX_REQUESTS} requests")
+        raise Fault(f"a trace must have at most {MAX_REQUESTS} requests")
     prompt = _whole("the number of prompt tokens", prompt, 1, MAX_TOKENS)
     output = _whole("the number of output tokens", output, 0, MAX_TOKENS)
     trace.arrival_us.append(_microseconds(arrival, scale))
@@ -282,14 +286,14 @@ def _microseconds(time: Any, scale: int, what: str = "the arrival") -> int:
     if type(time) is not int and type(time) is not float:
         raise Fault(f"{what} must be a number or null, not {short(time)}")
     if not scale:
-        raise Fault("an arrival needs a unit, the header has none")
+        raise Fault("the header must have a unit, because the request has an arrival")
     if not math.isfinite(time) or not 0 <= time * scale <= MAX_TIME_US:
         raise Fault(f"{what} must be from 0 to {MAX_TIME_US // scale}, not {time}")
     return round(time * scale)
 
 
 def _by_arrival(trace: Trace) -> Trace:
-    """Sort by arrival; requests of one moment stay in the order of the file."""
+    """Sort by arrival. Requests with the same time keep the order of the file."""
     times = trace.arrival_us
     order = sorted(range(len(times)), key=times.__getitem__)
     if trace.runs is not None:

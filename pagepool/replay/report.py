@@ -27,7 +27,7 @@ __all__ = [
     "title",
 ]
 
-# Traces with a licence that asks for attribution.
+# Traces with a licence that requires attribution.
 ATTRIBUTION = {
     "azure2023_conv": "Trace: Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv (Splitwise, ISCA'24), CC-BY-4.0.",
     "mooncake_synthetic": "Trace: kvcache-ai/Mooncake, FAST25-release, Apache-2.0.",
@@ -36,12 +36,12 @@ ATTRIBUTION = {
 
 
 def footer(numbers: dict[str, Any]) -> str:
-    """The line below a table: the trace's source."""
+    """Return the line below a table, which names the source of the trace."""
     return ATTRIBUTION.get(numbers["trace"], f"Trace: {numbers['trace']}, {numbers['licence']}.")
 
 
 def ratio(part: float, whole: float) -> float:
-    """`part / whole`, 0 where there is nothing."""
+    """Return `part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0
 
 
@@ -49,15 +49,15 @@ def ratio(part: float, whole: float) -> float:
 
 
 def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
-    """Everything measured. `users` is the number of users of a closed loop.
+    """Return all results of a replay. `users` is the number of users of a closed loop.
 
     Counts and virtual times are the same in every run. Wall times are `wall_s`, `ns_per_block_op`, `sched_us_per_step`,
     `memory_s`, `memory_share` and the attention's `seconds`, `append_seconds` and `gb_per_s`.
 
-    `ns_per_block_op`: the time of the scheduler's block operations over block_allocs + block_frees; the time includes
-    appends that take no block, and filling block tables. `sched_us_per_step`: `schedule` + `commit`, block operations
-    included. `memory_s`: block operations, look-ups and insertions in a prefix cache, and with attention the tables
-    that kernels read; `memory_share`: its share of `wall_s`.
+    `ns_per_block_op` is the time of the scheduler's block operations over block_allocs + block_frees. It includes
+    appends that take no block, and filling block tables. `sched_us_per_step` is the time of `schedule` and `commit`,
+    including block operations. `memory_s` is the time of block operations, of lookups and insertions in a prefix cache,
+    and with attention of filling the kernels' tables. `memory_share` is its share of `wall_s`.
     """
     totals, block_manager, attention = replay.totals, replay.block_manager, replay.attention
     operations = block_manager.block_allocs + block_manager.block_frees
@@ -168,10 +168,10 @@ def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def pass_results(prompts: Prompts, passes: list[CachePass], users: int | None) -> dict[str, Any]:
-    """Everything counted, and the number of users. `prefix` is an object for one pass, a list for several.
+    """Return all counts, and the number of users. `prefix` is an object for one pass, a list for several passes.
 
-    `ns_per_block` is the wall time of look-up and insertion per block; null: a sweep counted, without a cache. The rest
-    is the same in every run. `capacity_blocks` null: unlimited.
+    `ns_per_block` is the wall time of lookup and insertion per block. It is null if an `LruSweep` counted without a
+    cache. All other values are the same in every run. `capacity_blocks` null means unlimited.
     """
     rows = [
         {
@@ -204,12 +204,12 @@ def pass_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def hit_rate(row: dict[str, Any]) -> float:
-    """The share of full blocks that hit."""
+    """Return the share of full blocks that hit."""
     return ratio(row["hit_blocks"], row["full_blocks"])
 
 
 def title(numbers: dict[str, Any]) -> str:
-    """The line above the tables of all passes without a clock."""
+    """Return the line above the tables of passes without a clock."""
     users = f", {numbers['users']} users" if numbers["users"] else ""
     size = f"{numbers['block_size']}-token blocks"
     return f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {size}{users}"
@@ -221,7 +221,7 @@ def as_list(found: Any) -> list[dict[str, Any]]:
 
 
 def capacity_text(row: dict[str, Any]) -> str:
-    """The capacity of a pass, for a table."""
+    """Return the capacity of a pass, for a table."""
     return "unlimited" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}"
 
 
@@ -231,10 +231,10 @@ def capacity_text(row: dict[str, Any]) -> str:
 def hybrid_results(
     prompts: Prompts, passes: list[HybridPass], options: StateOptions, users: int | None
 ) -> dict[str, Any]:
-    """Everything counted, the same in every run. `hybrid` is an object for one pass, a list for several.
+    """Return all counts, which are the same in every run. `hybrid` is an object for one pass, a list for several.
 
-    `usable_share` is `usable_blocks / hit_blocks`. `state_share` is `states_saved / every_block_states`: the states
-    compared with one at the end of every cached block; `peak_state_share` compares the peaks.
+    `usable_share` is `usable_blocks / hit_blocks`. `state_share` is `states_saved / every_block_states`: it compares
+    the states with one state at the end of every cached block. `peak_state_share` compares the peaks.
     """
     rows = [
         {
@@ -259,13 +259,13 @@ def hybrid_results(
 
 
 def about_states(numbers: dict[str, Any]) -> str:
-    """The size of a state, and the grid."""
+    """Return a line with the size of a state and the grid."""
     sizes = numbers["states"]
     return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, no bound; a grid of {sizes['grid']:,} tokens"
 
 
 def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
-    """A header, and a line for each pass."""
+    """Return a header, and a line for each pass."""
     lines = [
         [
             row["policy"],

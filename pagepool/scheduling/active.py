@@ -1,4 +1,4 @@
-"""The active sequences, and which of them are in the next step."""
+"""The active sequences, and the choice of sequences for the next step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class ActiveSequences:
     """Active sequences in a ring: the head has waited longest for a step.
 
     A step takes its sequences from the head and puts them back at the tail, prefills and decodes alike. There is one
-    exception: the oldest prefill has a place in every step, or in every second step when a step has a single place.
+    exception: the oldest prefill has a place in every step, or in every second step if a step has a single place.
 
     With n active sequences and P places, no sequence waits longer than 2 * ceil(n / P) steps. A sequence that was just
     scheduled has at most n - 1 others ahead, and new sequences join behind it. The oldest prefill costs the ring at
     most one place a step. So with P >= 2 at least P - 1 >= P / 2 sequences leave the head in each step, and with P = 1
-    one in every two steps. The last of n is reached after at most ceil(2 n / P) <= 2 * ceil(n / P) steps.
+    one in every two steps. The last of n sequences is reached after at most ceil(2 n / P) <= 2 * ceil(n / P) steps.
 
     Invariants, between calls: the ring has every active sequence once. `prefills` has the sequences in the state
     PREFILLING, by id, in the order of admission. `promised` is the number of blocks that the prefills need for the
@@ -35,10 +35,10 @@ class ActiveSequences:
     def __init__(self, config: SchedulerConfig, blocks_for: Callable[[int], int]) -> None:
         self._places = min(config.max_batch_sequences, config.max_batch_tokens)
         self._blocks_for = blocks_for
-        self._taken: list[Sequence] | None = None  # taken out of the ring for a step
+        self._taken: list[Sequence] | None = None  # sequences taken out of the ring for a step
         self._prefill_next = True
-        self._decodes: Decodes | None = None  # the decodes in the ring, until one joins or leaves
-        self._prefills_before: list[int] = []  # the ids of the prefills before the last step that fed some
+        self._decodes: Decodes | None = None  # kept while no decode joins or leaves the ring
+        self._prefills_before: list[int] = []  # ids of the prefills before the last step that fed a prefill
         self.ring: deque[Sequence] = deque()
         self.prefills: dict[int, Sequence] = {}
         self.num_gone = 0
@@ -69,12 +69,14 @@ class ActiveSequences:
             self._owe(seq, -1)
 
     def by_rank(self) -> list[Sequence]:
-        """All, the greatest rank first: the first is the first to be preempted."""
+        """Return all active sequences, greatest rank first, which is the order of preemption."""
         return sorted(self.ring, key=by_rank, reverse=True)
 
     def pick(self) -> tuple[Decodes, list[Sequence]]:
-        """The decodes and the prefills of the next step. When not all have a place, those that have one are out of the
-        ring until `put_back`."""
+        """Return the decodes and the prefills of the next step.
+
+        If there are fewer places than sequences, the chosen sequences are out of the ring until `put_back`.
+        """
         ring, places, prefills = self.ring, self._places, list(self.prefills.values())
         if len(ring) <= places:
             if self._decodes is None:
@@ -93,7 +95,7 @@ class ActiveSequences:
         return decodes, [seq for seq in chosen if seq.state is PREFILLING]
 
     def put_back(self, scheduled: bool) -> None:
-        """Those that `pick` took out: to the tail when the step is scheduled, to the head when it is not."""
+        """Return the sequences that `pick` took out: to the tail if the step was scheduled, otherwise to the head."""
         if self._taken is not None:
             if scheduled:
                 self.ring.extend(self._taken)
@@ -103,7 +105,7 @@ class ActiveSequences:
             self._taken = None
 
     def feed(self, batch: ScheduledBatch) -> None:
-        """Count the tokens of `batch` as fed; a prefill that has read all of its prompt decodes from now on."""
+        """Count the tokens of `batch` as fed. A prefill with no tokens left becomes a decode."""
         for seq, count in zip(batch._sequences, batch._fed, strict=True):
             seq.fed += count
         blocks_for, first = self._blocks_for, batch.num_decodes
@@ -118,8 +120,10 @@ class ActiveSequences:
                 self._decodes = None
 
     def take_back(self, fed_before: list[tuple[Sequence, int]]) -> None:
-        """Undo `feed`: each of these sequences had been fed that number of tokens before. Sequences that still have to
-        read their prompt become prefills again, in the order of admission."""
+        """Undo `feed`. `fed_before` has each sequence with its earlier number of fed tokens.
+
+        Sequences with prompt tokens left become prefills again, in the order of admission.
+        """
         again: dict[int, Sequence] = {}
         for seq, fed in fed_before:
             if seq.state is PREFILLING:
@@ -136,7 +140,7 @@ class ActiveSequences:
             self._decodes = None
 
     def summary(self) -> dict[str, Any]:
-        """What `Scheduler.check` compares with a ring made anew from the sequences."""
+        """Return the values that `Scheduler.check` compares with a ring rebuilt from the sequences."""
         return {
             "active sequences": sorted(seq.id for seq in self.ring),
             "prefills": sorted(self.prefills),
@@ -145,5 +149,5 @@ class ActiveSequences:
         }
 
     def _owe(self, seq: Sequence, sign: int) -> None:
-        """Add the blocks that a prefill has yet to fill to `promised`, or with -1 subtract them."""
+        """Add the blocks that a prefill has yet to fill to `promised`. `sign` -1 subtracts them."""
         self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq.fed))

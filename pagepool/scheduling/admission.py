@@ -1,4 +1,4 @@
-"""Which waiting requests become active: as many as the places, quotas and blocks allow."""
+"""Admission: make waiting requests active within the limits of places, quotas and blocks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,25 @@ from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["Admission"]
 
-# Free blocks per active sequence that must remain when a preempted sequence comes back.
+# Free blocks per active sequence that must remain when a preempted sequence is admitted.
 SPARE_BLOCKS = 1
 
 
 class Refusal(NamedTuple):
-    """The next request, when it did not fit.
+    """The state in which the next request did not fit.
 
-    num_gone   sequences that had left the active ones by then
-    room       blocks that were free for it
-    cached     tokens of its prompt that were cached when the cache had inserted `inserted` blocks in all; they are no
-               more as long as `inserted` stays the same
+    Attributes
+    ----------
+    seq : Sequence
+        The request.
+    num_gone : int
+        Number of sequences that had left the active sequences.
+    room : int
+        Number of blocks that were available for it.
+    cached : int
+        Number of its prompt tokens in the prefix cache. It cannot rise while `inserted` stays the same.
+    inserted : int
+        `PrefixCache.inserted` at that time.
     """
 
     seq: Sequence
@@ -38,13 +46,12 @@ class Refusal(NamedTuple):
 
 @dataclass(eq=False)
 class Admission:
-    """Moves sequences from the waiting queue to the active ones, with the blocks that the prefix cache has for them.
+    """Moves sequences from the waiting queue to the active sequences, with their blocks from the prefix cache.
 
-    No request overtakes the next one, so a large request is not starved by small ones behind it. The exception is a
-    request that needs the blocks which another request is computing: it is deferred until they are in the prefix cache,
-    and others pass it. A request that did not fit is tried again when there is more room, when more of its prompt is
-    cached, or when a sequence has left. A sequence that leaves counts for quotas, for preempted sequences and for the
-    admission of whole requests.
+    No request overtakes the next one, so small requests cannot starve a large one. There is one exception: a request
+    that needs blocks which another request is computing is deferred until they are in the prefix cache, and later
+    requests pass it. A request that did not fit is tried again when there is more room, when more of its prompt is
+    cached, or when a sequence has left: this affects quotas, preempted sequences and the admission of whole requests.
     """
 
     config: SchedulerConfig
@@ -54,18 +61,18 @@ class Admission:
     prefix: PrefixAdapter
     tenants: Tenants
     preemption: Preemption
-    refusal: Refusal | None = None  # of the last try, unless it was admitted
+    refusal: Refusal | None = None  # of the last attempt, None if it succeeded
 
     def cached(self, seq: Sequence) -> int:
-        """Tokens of `seq` that the prefix cache has, for the policy."""
+        """Return the number of tokens of `seq` in the prefix cache, for the policy."""
         return self.prefix.cached(seq)
 
     def served(self, tenant: Any) -> float:
-        """The counter of a tenant, for the policy."""
+        """Return the counter of a tenant, for the policy."""
         return self.tenants.served(tenant)
 
     def admit(self, now: int) -> None:
-        """Admit until the next one has to wait."""
+        """Admit requests until the next one has to wait."""
         config, active, waiting = self.config, self.active, self.waiting
         waiting.resume(now, self.prefix.will_publish)
         while len(waiting) and len(active) < config.max_sequences:
@@ -73,7 +80,7 @@ class Admission:
             if seq is None:
                 return
             if self.blocks.free_slots == 0:
-                return  # which request gets the next slot is decided when one is freed
+                return  # decide which request gets the next slot only when a slot is free
             room = self.blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
@@ -89,26 +96,26 @@ class Admission:
             self.refusal = None
             waiting.remove(seq)
             if waiting.is_aged(seq, now):
-                seq._rank = (0, 0, seq.id)  # goes before every request that came later
+                seq._rank = (0, 0, seq.id)  # keeps its blocks longer than every later request
             seq.num_cached = seq.fed
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING
             self.enter(seq)
 
     def enter(self, seq: Sequence) -> None:
-        """`seq` is active from now on."""
+        """Make `seq` active."""
         self.tenants.start(seq)
-        self.waiting.change(seq.tenant)  # requests that had room in its quota may have none now
+        self.waiting.change(seq.tenant)  # its quota has less room now
         self.active.add(seq)
 
     def refuses_forks(self, seq: Sequence, n: int) -> str | None:
-        """The reason why `n` forks of `seq` cannot be active, or None."""
+        """Return the reason why `n` forks of `seq` cannot become active, or None."""
         config, active, needed = self.config, len(self.active), n * self.blocks.blocks_for(seq.max_tokens)
         if active + n > config.max_sequences:
-            return f"{n} forks do not fit beside {active} active sequences: max_sequences is {config.max_sequences}"
+            return f"{n} forks and {active} active sequences are more than max_sequences, {config.max_sequences}"
         if config.admission == "whole" and self.active.reserved + needed > self.blocks.capacity:
             return (
-                f"{n} forks may need {needed} blocks and all others {self.active.reserved}, "
+                f"{n} forks may need {needed} blocks and the active sequences {self.active.reserved}, "
                 f"the pool has {self.blocks.capacity}"
             )
         slots = self.blocks.free_slots
@@ -116,11 +123,11 @@ class Admission:
             return f"{n} forks need {n} slots for their recurrent states, {slots} are free"
         held, quota = self.tenants.quota(seq.tenant)
         if held + needed > quota:
-            return f"{n} forks may need {needed} blocks beside {held}, the quota of tenant {seq.tenant!r} is {quota}"
+            return f"{n} forks may need {needed} blocks, tenant {seq.tenant!r} has used {held} of its quota of {quota}"
         return None
 
     def _is_short(self, seq: Sequence, room: int) -> bool:
-        """Whether `seq` did not fit when it was tried last, and would not now."""
+        """Return true if `seq` did not fit at the last attempt and nothing has changed that could make it fit."""
         last = self.refusal
         if last is None or not len(self.active):
             return False
@@ -134,7 +141,7 @@ class Admission:
         return True
 
     def _start(self, seq: Sequence, now: int) -> bool:
-        """Give `seq` its blocks: cached ones and those that it kept. False, and as before, when it does not fit."""
+        """Give `seq` cached blocks and its kept blocks. Returns false and restores `seq` if it does not fit."""
         fed, had_none = seq.fed, seq.kv is None
         if had_none:
             self.blocks.open(seq)
@@ -154,14 +161,14 @@ class Admission:
         blocks, active, config = self.blocks, self.active, self.config
         held = blocks.blocks_for(seq.fed)
         if not len(active):
-            # Enough for its first chunk when nothing else runs: a request as large as the pool must start.
+            # If nothing else runs, room for the first chunk is enough: a request as large as the pool must start.
             end = seq.fed + min(seq.total_tokens - seq.fed, config.max_prefill_tokens, config.max_batch_tokens)
             wanted = blocks.blocks_for(end) - held
             return blocks.available() >= wanted or self.preemption.make_room_for(seq, wanted, now)
         if config.admission == "whole" and active.reserved + blocks.blocks_for(seq.max_tokens) > blocks.capacity:
             return False
-        # Room for the whole prompt, and for the blocks that the admitted prompts have yet to take. Asking only for the
-        # first chunk would admit more prompts than the pool can hold, and then preempt them.
+        # The whole prompt must fit, and the remaining blocks of the admitted prompts. A check of the first chunk alone
+        # would admit more prompts than the pool can hold, and then preempt them.
         wanted = blocks.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
             wanted += SPARE_BLOCKS * len(active)

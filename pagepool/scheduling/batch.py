@@ -21,20 +21,22 @@ class ScheduledBatch:
     Attributes
     ----------
     seq_ids : list of int
+        Ids of the sequences.
     tokens : list of lists
         The tokens to feed.
     num_tokens : list of int
         The length of each list of tokens, plus the slots for drafted tokens.
     lookahead : list of int
-        The slots for drafted tokens, which the caller feeds behind `tokens`.
+        Number of slots for drafted tokens. The caller feeds drafts after `tokens`.
     is_prefill : list of bool
+        True for a prompt chunk, False for a decode.
     wants_token : list of bool
-        Whether the step's result is the sequence's next token; False for a prompt chunk that is not the last.
-    states
-        List of `PagedSeqState` or `HybridSequence`, empty without a pool; their `len` includes the step's tokens.
-        `BlockTables.fill` takes the tables of group i as `[state.kv[i] for state in batch.states]`.
-    num_decodes
-        The number of decodes, which come first.
+        True if the result of the step is the sequence's next token. False for a prompt chunk that is not the last.
+    states : list of PagedSeqState or HybridSequence
+        Empty without a pool. Their `len` includes the tokens of the step. `BlockTables.fill` takes the tables of group
+        i as `[state.kv[i] for state in batch.states]`.
+    num_decodes : int
+        Number of decodes.
     """
 
     __slots__ = (
@@ -70,10 +72,11 @@ class ScheduledBatch:
         fed: list[int],
         may_stop: bool = False,
     ) -> None:
-        """`grow`: by how many tokens the state of each sequence grows, `fed`: how many of these are tokens, not slots.
+        """Make a batch.
 
-        Both are 0 for a decode that got no new token since it last ran: it feeds its last token once more, into the
-        slot that the token has already. `may_stop`: whether any of them has stop tokens.
+        `grow` is the growth of each sequence's state in tokens, including slots for drafts; `fed` is without them. Both
+        are 0 for a decode without a new token since its last step: it feeds its last token again, into the same slot.
+        `may_stop` is true if any sequence has stop tokens.
         """
         size = len(sequences)
         self.seq_ids = seq_ids
@@ -90,31 +93,31 @@ class ScheduledBatch:
         self._grow = grow
         self._fed = fed
         self._fed_before = [seq.fed for seq in sequences]
-        self._forks: list[tuple[Sequence, int]] = []  # forks made since, and how many tokens of this step each has
+        self._forks: list[tuple[Sequence, int]] = []  # forks made after `schedule`, with their tokens of this step
         self._may_stop = may_stop
 
     @classmethod
     def empty(cls) -> ScheduledBatch:
-        """Returns a batch without sequences."""
+        """Return a batch without sequences."""
         return cls([], [], [], [], [], [], 0, [], [], [])
 
     @property
     def is_empty(self) -> bool:
-        """True when there is nothing to run."""
+        """True if the batch has no sequences."""
         return not self.seq_ids
 
     def fed_of(self, seq: Sequence) -> int:
-        """Returns how many tokens of `seq` are fed in this step, or of the sequence that it was forked from since."""
+        """Return the number of tokens of `seq` in this step. A fork has the number of its original."""
         rows = zip(self._sequences, self._fed, strict=True)
         return next((fed for other, fed in [*rows, *self._forks] if other is seq), 0)
 
     def fed_before(self) -> list[tuple[Sequence, int]]:
-        """Returns each sequence, and each fork made since, with the tokens that it had been fed before this step."""
+        """Return each sequence, and each fork made after `schedule`, with its number of fed tokens before this step."""
         rows = zip(self._sequences, self._fed_before, strict=True)
         return [*rows, *((fork, fork.fed - fed) for fork, fed in self._forks)]
 
     def add_fork(self, seq: Sequence, fork: Sequence) -> None:
-        """`fork` has begun with what `seq` feeds in this step."""
+        """Note that `fork` starts with the tokens of `seq` in this step."""
         self._forks.append((fork, self.fed_of(seq)))
 
     def __len__(self) -> int:
@@ -126,7 +129,7 @@ class ScheduledBatch:
 
 
 class Decodes:
-    """Decoding sequences as columns, which are used again in every step until a sequence joins or leaves."""
+    """Decoding sequences as columns. They are reused in every step until a sequence joins or leaves."""
 
     __slots__ = ("may_stop", "outputs", "seq_ids", "sequences", "states")
 

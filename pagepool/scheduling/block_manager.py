@@ -1,4 +1,4 @@
-"""The blocks of running sequences. Only this module knows what pool a scheduler has."""
+"""The blocks of running sequences. Only this module knows the kind of a scheduler's pool."""
 
 from __future__ import annotations
 
@@ -22,19 +22,33 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 class BlockManager:
-    """Takes blocks of one allocator for whole batches, all or none, and gives them back.
+    """Takes and frees blocks of one allocator for whole batches, all or nothing.
 
-    allocator   the `BlockAllocator`, or None: then everything fits, and sequences have no states
-    block_size  tokens of a block; None: the block size of the allocator's pools, or 16. Another size: ValueError
-    sizes       tokens of a block, one entry for each group of a sequence
-    states      the `SsmStatePool` of recurrent states, or None
-    has_states  whether sequences have a `kv`
-    step        the most tokens that a sequence may get at a time; 0 for no bound
-    can_cut     whether a sequence can give up its last blocks and keep the others
-    cache       the prefix cache, or None. Evictable blocks count as free
-    num_tokens  the sum of `kv.len` over all sequences
-    evicted     number of cached blocks that `append` has evicted
-    block_refs  references that are taken and dropped within one call, for each group
+    Attributes
+    ----------
+    allocator : BlockAllocator or None
+        None: everything fits, and sequences have no states.
+    block_size : int
+        Tokens per block. The constructor's default is the block size of the allocator's pools, or 16. It raises
+        ValueError for another size.
+    sizes : list of int
+        Tokens per block for each group of a sequence.
+    states : SsmStatePool or None
+        The pool of recurrent states.
+    has_states : bool
+        Sequences have a `kv`.
+    step : int
+        Most tokens of a sequence per step, 0 for no bound.
+    can_cut : bool
+        A sequence can free its last blocks and keep the first ones.
+    cache : PrefixCache or None
+        Its evictable blocks count as available.
+    num_tokens : int
+        Sum of `kv.len` over all sequences.
+    evicted : int
+        Number of cached blocks that `append` has evicted.
+    block_refs : list of BlockRefs
+        References that are taken and dropped within one call, for each group.
     """
 
     states: SsmStatePool | None = None
@@ -60,11 +74,11 @@ class BlockManager:
 
     @property
     def free_slots(self) -> int | None:
-        """Free slots for recurrent states; None when sequences need none."""
+        """Number of free slots for recurrent states, or None if sequences do not need slots."""
         return None if self.states is None else int(self.states.free_count)
 
     def refusal(self, max_tokens: int) -> str | None:
-        """Why a sequence of `max_tokens` can never run, or None."""
+        """Return the reason why a sequence of `max_tokens` can never run, or None."""
         needed, capacity = self.blocks_for(max_tokens), self.capacity
         if needed <= capacity or self.allocator is None:
             return None
@@ -75,36 +89,36 @@ class BlockManager:
         )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Most blocks of a sequence with `num_tokens` tokens."""
+        """Return the most blocks of a sequence with `num_tokens` tokens."""
         return 0 if self.allocator is None else -(-num_tokens // self.block_size)
 
     def held(self, seq: Sequence) -> int:
-        """Blocks of `seq`."""
+        """Return the number of blocks of `seq`."""
         return self.blocks_for(seq.fed)
 
     def table(self, seq: Sequence, group: int) -> tuple[Any, int]:
-        """The block table of a group, and the place of the first block that a window has not left."""
+        """Return the block table of a group, and the place of the first block that a window has not freed."""
         return seq.kv.block_table, seq.kv.first_block
 
     def needed(self, state: Any, count: int) -> int:
-        """New blocks that `append` takes for `count` tokens of a state, without copies of shared blocks."""
+        """Return the number of new blocks that `append` takes for `count` tokens, without copies of shared blocks."""
         return self.blocks_for(state.len + count) - self.blocks_for(state.len)
 
     def available(self) -> int:
-        """Blocks that can be taken: free ones, evictable ones, and those by which the pool may still grow."""
+        """Return the number of blocks that can be taken: free, evictable, or by growth of the pool."""
         if self.allocator is None:
             return 0
         available: int = self.allocator.available
         return available if self.cache is None else available + self.cache.evictable
 
     def open(self, seq: Sequence) -> None:
-        """Give `seq` a state, empty and for at most its `max_tokens`."""
+        """Give `seq` an empty state with room for its `max_tokens`."""
         if self.has_states:
             seq.kv = PagedSeqState(self.allocator, self.block_size, self.blocks_for(seq.max_tokens))
             seq.kv.label = seq._label
 
     def adopt(self, seq: Sequence, blocks: list[Any]) -> None:
-        """Replace the blocks of `seq` by full shared ones; `blocks` has a row for each group."""
+        """Replace the blocks of `seq` by full shared blocks. `blocks` has a row for each group."""
         self.num_tokens -= seq.kv.len
         self._release_batch([seq.kv], False)
         seq.kv.adopt(blocks[0])
@@ -120,16 +134,16 @@ class BlockManager:
             self.truncate(fork, seq.fed)
 
     def append(self, states: list[Any], counts: list[int]) -> bool:
-        """Append `counts[i]` tokens to `states[i]`; cached blocks are evicted for it.
+        """Append `counts[i]` tokens to `states[i]`, all or nothing. Evicts cached blocks if needed.
 
-        All of them, or none and False when the pool is out.
+        Returns False if the pool has too few blocks.
         """
         while self.has_states:
             try:
                 self._append_batch(states, counts)
             except PoolExhausted:
                 needed = sum(map(self.needed, states, counts))
-                # At least one: `needed` does not count copies of shared blocks.
+                # Evict at least one block: `needed` does not count copies of shared blocks.
                 evicted = 0 if self.cache is None else self.cache.evict(max(1, needed - self.allocator.available))
                 self.evicted += evicted
                 if not evicted:
@@ -140,12 +154,12 @@ class BlockManager:
         return True
 
     def truncate(self, seq: Sequence, num_tokens: int) -> None:
-        """Keep the first `num_tokens` in the state of `seq`."""
+        """Keep the first `num_tokens` tokens of `seq`."""
         self.num_tokens -= seq.kv.len - num_tokens
         self._truncate(seq.kv, num_tokens)
 
     def close(self, sequences: Iterable[Sequence]) -> None:
-        """Free the blocks of `sequences` and close their states: a later use raises `StaleHandle`."""
+        """Free the blocks of `sequences` and close their states. Later calls of these states raise `StaleHandle`."""
         found = [seq for seq in sequences if seq.kv is not None]
         if found:
             states = [seq.kv for seq in found]
@@ -156,12 +170,12 @@ class BlockManager:
                 seq.kv = None
 
     def give_back(self) -> None:
-        """Drop the references that this call has taken."""
+        """Drop the references in `block_refs`."""
         for refs in self.block_refs:
             refs.give_back()
 
     def free_all(self, sequences: Iterable[Sequence]) -> None:
-        """Free the blocks of all `sequences`, and the references of a call that was cut short."""
+        """Free the blocks of all `sequences`, and the references of an interrupted call."""
         for seq in sequences:
             if seq.kv is not None:
                 seq.kv.close()
@@ -170,7 +184,7 @@ class BlockManager:
         self.num_tokens = 0
 
     def audit(self, states: list[Any]) -> str | None:
-        """The first broken equation, or None; `states` are the states of all sequences."""
+        """Return the first broken invariant, or None. `states` are the states of all sequences."""
         held = sum(map(len, self.block_refs))
         if held:
             return f"{held} references are held outside of a call"
@@ -194,12 +208,12 @@ class BlockManager:
 
 
 class HybridBlocks(BlockManager):
-    """The same for `HybridSequence`s: `groups` over one allocator, and the pool of recurrent `states` or None.
+    """A block manager for `HybridSequence`: `groups` over one allocator, and an optional pool of recurrent `states`.
 
-    The blocks of all groups are counted together. A step adds at most `step` tokens, so a window of w
-    tokens never has more than ceil((w + step) / block_size) + 1 blocks: for the tokens that the first new token sees,
-    and for the new tokens. A recurrent state cannot be cut, nor a window that has given blocks back. So a preempted
-    sequence gives up all of its blocks.
+    The blocks of all groups are counted together. A step adds at most `step` tokens, so a window of w tokens never has
+    more than ceil((w + step) / block_size) + 1 blocks: for the tokens that the first new token sees, and for the new
+    tokens. Recurrent states cannot be truncated, and neither can windows that have freed blocks. So a preempted
+    sequence frees all its blocks.
     """
 
     can_cut = False
@@ -216,7 +230,7 @@ class HybridBlocks(BlockManager):
         self.groups = groups
         self.states = states
         self.step = step
-        tables = HybridSequence(groups)  # made once: only now is each block size known
+        tables = HybridSequence(groups)  # a temporary sequence, to read the block size of each group
         sizes = [table.block_size for table in tables.kv]
         tables.close()
         self.most = [
@@ -232,7 +246,7 @@ class HybridBlocks(BlockManager):
     def refusal(self, max_tokens: int) -> str | None:
         """See `BlockManager`."""
         if self.states is not None and not self.states.capacity:
-            return "a sequence needs a slot for its recurrent state, the pool has 0"
+            return "a sequence needs 1 slot for its recurrent state, the pool has 0"
         for place, (group, size) in enumerate(zip(self.groups, self.sizes, strict=True)):
             most = group.max_blocks_per_seq
             if most is not None and -(-max_tokens // size) > most:
@@ -248,7 +262,7 @@ class HybridBlocks(BlockManager):
         return total
 
     def needed(self, state: HybridSequence, count: int) -> int:
-        """See `BlockManager`; blocks that windows give back for these tokens are subtracted."""
+        """See `BlockManager`. Subtracts the blocks that windows free for these tokens."""
         total = 0
         for table, start in zip(state.kv, state._starts(), strict=True):
             size, length = table.block_size, table.len
@@ -274,7 +288,7 @@ class HybridBlocks(BlockManager):
         seq.kv = HybridSequence(groups, self.states, label=seq._label)
 
     def adopt(self, seq: Sequence, blocks: list[Any]) -> None:
-        """See `BlockManager`; windows keep what the next token sees."""
+        """See `BlockManager`. Windows keep the tokens that the next token sees."""
         self.num_tokens -= seq.kv.len
         seq.kv.adopt(blocks, len(blocks[0]) * self.block_size)
         seq.kv.trim()
@@ -282,7 +296,7 @@ class HybridBlocks(BlockManager):
 
     def _append_batch(self, states: list[HybridSequence], counts: list[int]) -> None:
         before = [state.len for state in states]
-        # An upper bound: a table takes two blocks more than its tokens fill, and a copy. Saves 12 of 15 us per row.
+        # Upper bound: a table takes at most 2 more blocks than its tokens fill, and 1 copy. Saves 12 of 15 us a row.
         most = sum([sum(counts) // size + 3 * len(counts) for size in self.sizes])
         try:
             if self.sizes and most > self.allocator.available:
@@ -291,15 +305,15 @@ class HybridBlocks(BlockManager):
                     raise PoolExhausted(f"{len(states)} sequences need {needed} blocks, {available} are available")
             for state, count in zip(states, counts, strict=True):
                 state.append(count)
-        except PoolExhausted:  # found now, or caused by another thread meanwhile
+        except PoolExhausted:  # too few blocks, or another thread has taken blocks since the check
             for state, length in zip(states, before, strict=True):
                 if state.len > length:
                     state.retract(length)
-                state.trim()  # cached blocks that windows have left can be evicted then
+                state.trim()  # makes cached blocks before the windows evictable
             raise
 
     def _blocks_and_copies(self, state: HybridSequence, count: int) -> int:
-        """The same with copies of shared blocks."""
+        """Return `needed` plus the copies of shared blocks."""
         tables = state.kv if count else ()
         cut = [table for table in tables if table.len % table.block_size]
         return self.needed(state, count) + sum([t.allocator.ref_count(t.blocks[-1]) > 1 for t in cut])
@@ -318,10 +332,11 @@ class HybridBlocks(BlockManager):
 def open_blocks(
     pool: Any, block_size: int | None, groups: Iterable[KvGroup] | None = None, states: Any = None, step: int = 1
 ) -> BlockManager:
-    """The blocks of `pool`: a `KvCachePool`, a `SequencePool` that has one, a `BlockAllocator`, a manager, or None.
+    """Return the block manager of a pool.
 
-    Raises ValueError for a `block_size` that contradicts the pool or the groups. None: their block size, or 16. With
-    `groups` or `states` the sequences are `HybridSequence`s; each gets at most `step` tokens at a time.
+    `pool` is a `KvCachePool`, a `SequencePool` with one, a `BlockAllocator`, a `BlockManager`, or None. `block_size`
+    None means the block size of the pool or the groups, or 16. Another size than theirs raises ValueError. With
+    `groups` or `states`, sequences are `HybridSequence`s and get at most `step` tokens per step.
     """
     if isinstance(pool, BlockManager):
         return pool

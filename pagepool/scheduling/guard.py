@@ -1,4 +1,4 @@
-"""Several threads and one scheduler: only one call is inside at a time; other threads use the inbox."""
+"""Thread safety of a scheduler: only one call runs in it; other threads use the inbox."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ __all__ = ["Guard", "Inbox"]
 
 
 class Guard:
-    """Lets one call at a time into a scheduler, and no call once it is closed.
+    """Allows only one call in a scheduler, and no call after it was closed.
 
         with guard:
-            ...     check: an exception has changed nothing
+            ...     check arguments: an exception changes nothing
             guard.is_changing = True
             ...     change: an exception closes the scheduler
 
-    Raises RuntimeError, with nothing changed, while a call is under way, on this thread or another, and once the
-    scheduler is closed.
+    Raises RuntimeError, and changes nothing, if another call of any thread is running or the scheduler is closed.
     """
 
     def __init__(self) -> None:
-        # The call that is under way: "call" leads to its own tuple, of its thread. dict.setdefault is atomic with and
-        # without the GIL, so a call is never seen without its thread.
+        # The running call: "call" maps to a tuple with its thread id. Each call makes a new tuple, so identity tells
+        # whether this call has entered. dict.setdefault is atomic with and without the GIL.
         self._inside: dict[str, tuple[int]] = {}
         self.is_changing = False
         self.is_closed = False
-        self.cause: BaseException | None = None  # the exception that has closed it
+        self.cause: BaseException | None = None  # the exception that closed the scheduler
 
     def __enter__(self) -> None:
         call = (get_ident(),)
@@ -39,7 +38,7 @@ class Guard:
         if inside is not call:
             if inside != call:
                 raise RuntimeError("another thread is inside a call of the scheduler")
-            raise RuntimeError("the scheduler is in the middle of a call: a handler calls it, or it was cut short")
+            raise RuntimeError("the scheduler is in the middle of a call: called by a handler, or interrupted")
         if self.is_closed:
             self._inside.clear()
             self.check_open()
@@ -51,14 +50,14 @@ class Guard:
         self._inside.clear()
 
     def check_open(self) -> None:
-        """Raises RuntimeError, from the exception that has closed the scheduler, if one has."""
+        """Raise RuntimeError if the scheduler is closed, from the exception that closed it."""
         if self.is_closed:
-            why = "" if self.cause is None else f": a call was cut short by {type(self.cause).__name__}: {self.cause}"
+            why = "" if self.cause is None else f": a call was interrupted by {type(self.cause).__name__}: {self.cause}"
             raise RuntimeError(f"the scheduler is closed{why}") from self.cause
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Lets a call in that closes the scheduler, also when a call of this thread was cut short on its way out."""
+        """Enter a call that closes the scheduler. Allowed even if an earlier call of this thread was interrupted."""
         call = (get_ident(),)
         if self._inside.setdefault("call", call) != call:
             raise RuntimeError("another thread is inside a call of the scheduler")
@@ -71,18 +70,18 @@ class Guard:
 
 
 class Inbox:
-    """New sequences and ids to be cancelled, in the order in which they came since the last step: `items`.
+    """`items`: new sequences and ids to cancel since the last step, in the order of arrival.
 
-    Any thread appends, also a finalizer or a handler in the middle of `number`; only the scheduler takes out.
+    Any thread may append, also in a finalizer or a signal handler during `number`. Only the scheduler removes items.
     """
 
     def __init__(self) -> None:
         self.items: deque[Sequence | int] = deque()
         self._numbers = count(1)
-        # Without a GIL two threads could be given one number.
+        # Without the GIL, two threads could get the same number.
         self._lock = RLock()
 
     def number(self) -> int:
-        """The id of the next sequence: 1, 2, ..."""
+        """Return the id of the next sequence: 1, 2, ..."""
         with self._lock:
             return next(self._numbers)

@@ -1,4 +1,4 @@
-"""Policies: which waiting request is admitted next, and which running sequence is preempted first."""
+"""Policies: the order in which requests are admitted and sequences are preempted."""
 
 from __future__ import annotations
 
@@ -12,49 +12,57 @@ __all__ = ["POLICIES", "Facts", "Policy"]
 
 
 class Facts(Protocol):
-    """The questions of a policy. Asking changes nothing."""
+    """The facts that a policy can use. These methods change nothing."""
 
     def cached(self, seq: Sequence) -> int:
-        """Tokens of `seq` that are in the prefix cache."""
+        """Return the number of tokens of `seq` in the prefix cache."""
 
     def served(self, tenant: Any) -> float:
-        """Tokens that a tenant has been served, weighted, over its share. It never falls while one of them waits."""
+        """Return the weighted tokens served to a tenant over its share. Never falls while a request of it waits."""
 
 
 def by_arrival(seq: Sequence) -> Rank:
-    """In the order of arrival. A preempted sequence waits in front of all that came after it."""
+    """Rank by arrival. A preempted sequence waits before all requests that arrived later."""
     return (1, 0, seq.id)
 
 
 def by_priority(seq: Sequence) -> Rank:
-    """By priority, equals in the order of arrival."""
+    """Rank by priority, then by arrival."""
     return (1, seq.priority, seq.id)
 
 
 def least_rank(seq: Sequence, facts: Facts) -> Rank:
-    """The one with the least rank."""
+    """Choose the request with the least rank."""
     return seq._rank
 
 
 def longest_match(seq: Sequence, facts: Facts) -> tuple[int, int]:
-    """The one with the most cached tokens; equals in the order of arrival."""
+    """Choose the request with the most cached tokens, then by arrival."""
     return -facts.cached(seq), seq.id
 
 
 def least_served(seq: Sequence, facts: Facts) -> tuple[float, int]:
-    """The first request of the tenant that was served least; equals in the order of arrival."""
+    """Choose the first request of the tenant that was served least, then by arrival."""
     return facts.served(seq.tenant), seq.id
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Two pure functions, without a clock or a state of their own.
+    """A scheduling policy: two pure functions.
 
-    rank    the order in which requests of one tenant wait; a request keeps it for its life. When blocks run out, the
-            running sequence with the greatest rank is preempted first. Unique, since it ends with the id
-    key     the heads of the queue are the first `window` requests of every tenant and the first one that its quota
-            counts already; the head with the least key is admitted next. Unique. A key can grow while a request waits
-    by_cache  the key depends on the prefix cache, so it can also fall: all heads are asked each time
+    Attributes
+    ----------
+    rank : callable
+        The sort key of the waiting requests of one tenant. It never changes for a request. If blocks run out, the
+        running sequence with the greatest rank is preempted first. Ranks are unique, because they end with the id.
+    key : callable
+        The queue's heads are the first `window` requests of every tenant, and the first request that the tenant's quota
+        already counts. The head with the least key is admitted next. Keys are unique. They can grow while a request
+        waits.
+    window : int
+        Number of heads per tenant.
+    by_cache : bool
+        The key depends on the prefix cache, so it can also fall. Then the keys of all heads are computed each time.
     """
 
     rank: Callable[[Sequence], Rank]
@@ -64,15 +72,15 @@ class Policy:
 
 
 POLICIES = {
-    # The lower priority number first, then first come.
+    # Lower priority numbers first, then by arrival.
     "priority": Policy(rank=by_priority),
-    # First come, first served; priorities do not count.
+    # First come, first served. Priorities are ignored.
     "fcfs": Policy(rank=by_arrival),
-    # Longest prefix match: of the requests that wait longest, the one with the most cached tokens.
+    # Longest prefix match: among the requests that wait longest, the one with the most cached tokens.
     "lpm": Policy(rank=by_arrival, key=longest_match, window=32, by_cache=True),
     # The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant
-    # has a counter of the tokens served to it, prompt tokens once and output tokens twice, over its weight; a tenant
-    # that comes back from idleness begins no lower than the busy tenants. While two tenants have requests waiting,
-    # their counters differ by no more than the tokens that are admitted at a time can add.
+    # has a counter of the tokens served to it, prompt tokens once and output tokens twice, over its weight. When an
+    # idle tenant becomes busy, its counter is raised to the least counter of the busy tenants. While two tenants have
+    # waiting requests, their counters differ at most by the tokens of the requests that are active together.
     "fair": Policy(rank=by_arrival, key=least_served),
 }

@@ -1,4 +1,4 @@
-"""Evicts cached blocks and preempts sequences when the pool is out of blocks."""
+"""Eviction and preemption when the pool runs out of blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pagepool.scheduling.waiting import WaitingQueue
 
 __all__ = ["MAX_RECORDS", "Preemption", "PreemptionRecord"]
 
-MAX_RECORDS = 1024  # kept by a scheduler
+MAX_RECORDS = 1024  # number of records that a scheduler keeps
 
 
 class PreemptionRecord(NamedTuple):
@@ -49,15 +49,15 @@ class PreemptionRecord(NamedTuple):
 
 @dataclass(eq=False)
 class Preemption:
-    """Frees blocks when the pool is out of them, and keeps the records of it.
+    """Frees blocks when the pool runs out of them, and keeps records.
 
-    Blocks are taken in this order: cached blocks that no sequence uses; the blocks that preempted sequences kept; the
-    blocks of active sequences, the greatest rank first. A sequence gives its last blocks, no more than are needed
-    ("partial", or always with a prefix cache), or all of them. The active sequence with the least rank is never
-    preempted. It always finds room when it has the pool to itself, because no request larger than the pool is accepted.
-    So every call of the scheduler makes progress.
+    Blocks are freed in this order: cached blocks that no sequence uses; blocks that preempted sequences kept; blocks of
+    active sequences, greatest rank first. A sequence loses only as many of its last blocks as needed ("partial", or
+    always with a prefix cache), or all blocks. The active sequence with the least rank is never preempted. It always
+    fits when it has the pool to itself, because no request larger than the pool is accepted. So every call of the
+    scheduler makes progress.
 
-    `counts` says how often each action was taken, `given` how many blocks it gave.
+    `counts` has the number of actions of each kind, `given` the number of blocks that they freed.
 
     Invariant: for a preempted sequence `fed == kv.len`, 0 without a state.
     """
@@ -70,19 +70,19 @@ class Preemption:
 
     def __post_init__(self) -> None:
         # A prefix cache makes every preemption partial: the cache keeps the blocks, and evicts only as many as needed.
-        # A hybrid sequence gives all its blocks: neither a window nor a recurrent state can be cut.
+        # A hybrid sequence loses all blocks: windows and recurrent states cannot be truncated.
         is_partial = "partial" in self.config.preemption_actions or self.prefix.cache is not None
         self._partial = is_partial and self.blocks.can_cut
         self._now = 0
         self._wanted = 0
-        self._evicted = self.blocks.evicted  # evictions that are in the records
+        self._evicted = self.blocks.evicted  # number of evictions that are in the records
         self.records: deque[PreemptionRecord] = deque(maxlen=MAX_RECORDS)
         self.counts: Counter[str] = Counter()
         self.given: Counter[str] = Counter()
         self.num_preemptions = 0
 
     def take(self, batch: ScheduledBatch, now: int) -> bool:
-        """Take the blocks of `batch`, cached prefixes evicted as needed; False when the pool is out."""
+        """Take the blocks of `batch`. Evicts cached prefixes if needed. Returns False if there are too few blocks."""
         blocks = self.blocks
         taken = blocks.append(batch.states, batch._grow)
         if blocks.evicted != self._evicted:
@@ -95,7 +95,7 @@ class Preemption:
         return taken
 
     def make_room(self, batch: ScheduledBatch, now: int) -> bool:
-        """Preempt until `batch` without the preempted sequences would fit. False when none is left to preempt."""
+        """Preempt until `batch` fits without the preempted sequences. Returns False if no sequence can be preempted."""
         needs = dict(zip(batch.seq_ids, map(self.blocks.needed, batch.states, batch._grow), strict=True))
         self._now, self._wanted, gave = now, sum(needs.values()), False
         for seq in self._victims():
@@ -108,7 +108,7 @@ class Preemption:
         return gave
 
     def make_room_for(self, seq: Sequence, wanted: int, now: int) -> bool:
-        """While nothing runs, take blocks of preempted sequences other than `seq` until `wanted` are available."""
+        """Free blocks of preempted sequences other than `seq` until `wanted` are available. For an idle scheduler."""
         self._now, self._wanted = now, wanted
         for other in self._victims():
             missing = wanted - self.blocks.available()
@@ -119,22 +119,22 @@ class Preemption:
         return self.blocks.available() >= wanted
 
     def restart(self, seq: Sequence, now: int) -> None:
-        """Preempt `seq`: its recurrent state may have passed over tokens that it will be fed again."""
+        """Preempt `seq` after a failed step: its recurrent state may include tokens that will be fed again."""
         self._now, self._wanted = now, 0
         held, free = self.blocks.held(seq), self.blocks.available()
         self.active.remove(seq)
         self.blocks.close([seq])
         seq.fed = seq._prefix.published = 0
         self._park(seq)
-        self._record("recompute", seq.id, held, free, "its step was given up, and with it its recurrent state")
+        self._record("recompute", seq.id, held, free, "its step was given up, so its recurrent state is lost")
 
     def _victims(self) -> list[Sequence]:
-        """The sequences to take blocks from, in order: preempted ones come first, since they do not run."""
+        """Return the sequences to take blocks from, in order. Preempted ones come first, since they do not run."""
         parked = sorted(self.waiting.preempted.values(), key=by_rank, reverse=True)
         return [seq for seq in [*parked, *self.active.by_rank()[:-1]] if seq.kv is not None]
 
     def _preempt(self, seq: Sequence, blocks: int) -> None:
-        """Take `blocks` blocks, or all, from the end of `seq`; an active sequence waits then."""
+        """Free the last `blocks` blocks of `seq`, or all. An active sequence becomes a waiting one."""
         held = self.blocks.held(seq)
         given = min(blocks, held) if self._partial else held
         keep = (held - given) * self.blocks.block_size
@@ -158,7 +158,7 @@ class Preemption:
         self._record("partial" if keep else "recompute", seq.id, given, free, reason)
 
     def _park(self, seq: Sequence) -> None:
-        """`seq`, which was active, waits."""
+        """Queue `seq`, which was active."""
         seq.state = SeqState.PREEMPTED
         seq.num_preemptions += 1
         self.num_preemptions += 1

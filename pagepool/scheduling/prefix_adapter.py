@@ -1,4 +1,4 @@
-"""The scheduler and its prefix cache: blocks found when a request starts, published when they are full."""
+"""The scheduler's use of the prefix cache: find blocks when a request starts, publish blocks when they are full."""
 
 from __future__ import annotations
 
@@ -34,13 +34,22 @@ NEEDED = (
 
 @dataclass(slots=True)
 class SequencePrefix:
-    """The adapter's notes on a sequence.
+    """The adapter's data of a sequence.
 
-    key         the key of its salt and extra keys
-    row         its first `row_end` tokens, as an array
-    published   how many of its leading blocks came from the cache or were offered to it
-    all_cached  whether the cache took them all
-    epoch       `PrefixCache.forgotten` when the sequence began
+    Attributes
+    ----------
+    key : bytes
+        Key of its salt and extra keys.
+    row : ndarray of int32
+        Its first `row_end` tokens.
+    row_end : int
+        Number of valid tokens in `row`.
+    published : int
+        Number of its leading blocks that came from the cache or were offered to it.
+    all_cached : bool
+        The cache has accepted all offered blocks.
+    epoch : int
+        `PrefixCache.forgotten` when the sequence began.
     """
 
     key: bytes
@@ -51,19 +60,19 @@ class SequencePrefix:
     epoch: int = 0
 
     def fork(self) -> SequencePrefix:
-        """The same for a fork, which writes its own outputs into the row."""
+        """Return a copy for a fork. The fork writes its own outputs into its own row."""
         return replace(self, row=None if self.row is None else self.row[: self.row_end].copy())
 
 
 class PrefixAdapter:
-    """Connects a scheduler to the `PrefixCache` over its pool. With None, nothing is found and nothing is published.
+    """Connects a scheduler to the `PrefixCache` over its pool. Without a cache, nothing is found or published.
 
-    A block is published when the step that filled it is committed: only then are its tokens stored for certain. A block
-    that a sequence holds is never evicted. When the cache is told to forget blocks, tokens computed from them may be
-    wrong. So sequences that run at that time publish nothing until they start again.
+    A block is published when the step that filled it is committed: before that, its K and V may not be stored. Blocks
+    of sequences are never evicted. If the cache is told to forget blocks, tokens computed from them may be wrong. So
+    sequences that run at that time publish nothing until they start again.
 
     If sequences have several groups, the cache keeps the blocks of each group under a separate key, the number of the
-    group. A prefix is found as far as every group has it. Blocks that a window has left stay cached until room is
+    group. The length of a match is the shortest match of all groups. Blocks before a window stay cached until room is
     needed.
     """
 
@@ -77,7 +86,7 @@ class PrefixAdapter:
         if blocks.allocator is None:
             raise ValueError("a prefix cache needs a pool with blocks")
         if cache.allocator is not blocks.allocator:
-            raise ValueError("the prefix cache and the pool must have one allocator")
+            raise ValueError("prefix_cache must have the allocator of the pool, not another one")
         self._num_groups = len(blocks.sizes)
         for size in blocks.sizes:
             if cache.block_size != size:
@@ -86,21 +95,21 @@ class PrefixAdapter:
 
     @property
     def inserted(self) -> int:
-        """A counter: while it stays the same, `cached` does not rise."""
+        """A counter. While it stays the same, `cached` does not rise."""
         count: int = 0 if self.cache is None else self.cache.inserted
         return count
 
     def read(self, seq: Sequence) -> None:
-        """Note the prompt and the key of a new request.
+        """Store the prompt and the key of a new request.
 
-        Raises TypeError or ValueError for tokens and keys that a prefix cache does not take.
+        Raises TypeError or ValueError for tokens or keys that a prefix cache does not accept.
         """
         key = root_key(seq.cache_salt, seq.extra_keys)
         row = None if self.cache is None else token_row(np.array(seq.prompt_tokens))
         seq._prefix = SequencePrefix(key, row, len(seq.prompt_tokens))
 
     def cached(self, seq: Sequence) -> int:
-        """Tokens of the prompt of `seq` that are cached, if it reads the cache."""
+        """Return the number of cached prompt tokens of `seq`, 0 if it does not read the cache."""
         if self.cache is None or not seq.reads_cache:
             return 0
         prompt = seq._prefix.row[: len(seq.prompt_tokens)]
@@ -108,10 +117,10 @@ class PrefixAdapter:
         return int(min(found))
 
     def leader(self, seq: Sequence, prefills: Iterable[Sequence]) -> tuple[Sequence, int] | None:
-        """Find the sequence in `prefills` that is computing the next blocks of `seq`, not of lower priority.
+        """Find the sequence in `prefills` that computes the next blocks of `seq`. Its priority must not be lower.
 
-        Returns it with the number of tokens that both prompts share in full blocks, or None. Costs a comparison of one
-        block per prefill when nothing is shared.
+        Returns it with the number of tokens in shared full blocks, or None. If nothing is shared, this compares one
+        block per prefill.
         """
         if self.cache is None or not seq.reads_cache:
             return None
@@ -134,7 +143,7 @@ class PrefixAdapter:
         return (leader, until) if known < until else None
 
     def stop_at(self, seq: Sequence, position: int) -> None:
-        """Let `seq` keep its recurrent state after `position` tokens, for another sequence that shares them."""
+        """Make `seq` save its recurrent state after `position` tokens, for another sequence that shares them."""
         if self.checkpoints is None:
             return
         position = self.checkpoints.index.aligned(position)
@@ -142,18 +151,18 @@ class PrefixAdapter:
             seq._stops = sorted([*seq._stops, (position, "branch")])
 
     def will_publish(self, seq: Sequence) -> bool:
-        """Whether `seq` is reading its prompt and will publish the blocks that it fills."""
+        """Return true if `seq` is a prefill and will publish the blocks that it fills."""
         return seq.state is SeqState.PREFILLING and bool(seq._prefix.epoch == self.cache.forgotten)
 
     def begin(self, seq: Sequence) -> None:
-        """`seq` has an empty state: it will compute all of its blocks."""
+        """Note that `seq` starts with an empty state and will compute all its blocks."""
         if self.cache is not None:
             seq._prefix.epoch = self.cache.forgotten
 
     def adopt(self, seq: Sequence) -> bool:
-        """Replace the blocks of `seq` by cached ones if there are more of them; at least one token is left to compute.
+        """Replace the blocks of `seq` by cached blocks if these hold more tokens. Leaves at least one token to compute.
 
-        Returns True when its state has changed. It has only gained tokens then.
+        Returns True if the state has changed; it then has more tokens than before.
         """
         if self.cache is None or not seq.reads_cache:
             return False
@@ -181,7 +190,7 @@ class PrefixAdapter:
         return True
 
     def _adopt_hybrid(self, seq: Sequence) -> bool:
-        """The same for a hybrid sequence without tokens, up to a recurrent state that was kept."""
+        """Adopt cached blocks for a hybrid sequence without tokens, up to the last saved recurrent state."""
         blocks, size, tokens = self._blocks, self._blocks.block_size, self._tokens(seq, seq.total_tokens)
         most = tokens[: (len(tokens) - 1) // size * size]
         try:
@@ -203,7 +212,7 @@ class PrefixAdapter:
         return bool(begin)
 
     def keep_states(self, batch: ScheduledBatch) -> None:
-        """Keep the recurrent states of prompts that have reached one of their stops in `batch`, which was run."""
+        """Save the recurrent states of prompts that have reached one of their stops in `batch`, which was run."""
         if self.checkpoints is None:
             return
         for seq in sorted(batch._sequences[batch.num_decodes :], key=by_id):
@@ -213,7 +222,7 @@ class PrefixAdapter:
                     self.keep_state(seq, reason)
 
     def keep_state(self, seq: Sequence, reason: str) -> None:
-        """Keep the recurrent state of `seq`, if its position is aligned. The state has passed over all tokens fed."""
+        """Save the recurrent state of `seq` if its position is aligned. The state must include all fed tokens."""
         if self.checkpoints is None or seq._prefix.epoch != self.cache.forgotten:
             return
         if seq.fed and self.checkpoints.index.aligned(seq.fed) == seq.fed:
@@ -223,8 +232,9 @@ class PrefixAdapter:
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Cache the full blocks among the first `num_tokens` tokens of `seq`.
 
-        If the cache took all blocks so far, only the new ones are offered: 20 us instead of 110 in each step of a
-        prompt of 200,000 tokens. Otherwise it had other blocks for the same tokens, and may have evicted them since.
+        If the cache has accepted all earlier blocks, only new blocks are offered. This takes 20 us instead of 110 us in
+        each step of a prompt of 200,000 tokens. Otherwise the cache had other blocks for the same tokens. It may have
+        evicted these since, so all blocks are offered again.
         """
         if self.cache is None:
             return
@@ -237,7 +247,7 @@ class PrefixAdapter:
         seq._prefix.published = full
 
     def publish_filled(self, batch: ScheduledBatch) -> None:
-        """Publish the blocks that `batch`, which was run, has filled, in the order of ids."""
+        """Publish the blocks that `batch` has filled, in the order of sequence ids. `batch` was run."""
         if self.cache is None:
             return
         size = self._blocks.block_size
@@ -247,10 +257,10 @@ class PrefixAdapter:
                 self.publish(seq, seq.fed)
 
     def _publish_group(self, seq: Sequence, group: int, tokens: Any, full: int, start: int) -> bool:
-        """Publish the full blocks of a group from `start` on; return whether all of them were new to the cache.
+        """Publish the full blocks of a group from `start` on. Returns true if all of them were new to the cache.
 
-        Blocks that a window has left have the id -1. The blocks behind them can be found only while the cache has
-        blocks for their tokens.
+        Blocks before a window have the id -1. Later blocks can be found only while the cache has blocks for those
+        tokens.
         """
         table, first = self._blocks.table(seq, group)
         if not first:
@@ -264,7 +274,7 @@ class PrefixAdapter:
         return True
 
     def _keys(self, seq: Sequence, group: int) -> dict[str, Any]:
-        """The keys of the blocks of a group in the cache."""
+        """Return the cache keys for the blocks of a group."""
         own = (group,) if self._num_groups > 1 else ()
         return {"cache_salt": seq.cache_salt, "extra_keys": (*seq.extra_keys, *own)}
 
@@ -273,7 +283,7 @@ class PrefixAdapter:
         return count
 
     def _tokens(self, seq: Sequence, count: int) -> Any:
-        """The first `count` tokens of `seq` as an array."""
+        """Return the first `count` tokens of `seq` as an array."""
         prefix, end = seq._prefix, seq._prefix.row_end
         if count > end:
             if len(prefix.row) < seq.max_tokens:
@@ -287,9 +297,9 @@ class PrefixAdapter:
 
 
 def check_has(cache: Any, names: Iterable[str]) -> None:
-    """Raises TypeError for an object that is not a prefix cache, and for a cache without one of these attributes."""
+    """Raise TypeError if `cache` lacks one of the attributes of a prefix cache."""
     missing = [name for name in names if not hasattr(cache, name)]
     if "cache_blocks" in missing:
         raise wrong("prefix_cache", "a PrefixCache or None", cache)
     if missing:
-        raise TypeError(f"prefix_cache must be as a PrefixCache: {type(cache).__name__} has no {', '.join(missing)}")
+        raise TypeError(f"prefix_cache must be like PrefixCache: {type(cache).__name__} has no {', '.join(missing)}")

@@ -1,12 +1,12 @@
 """TraceRecorder: an engine records its requests as a `ptrace-1` trace that `pagepool replay` reads.
 
 The file is JSON lines: a header, then `[arrival, prompt tokens, output tokens, [start, length, ...]]` for each request.
-It holds no tokens. Block ids say what prompts have in common: an id stands for `block` tokens and all tokens before
-them, and is found by
+It contains no tokens. Block ids show which prefixes prompts share: an id identifies the tokens of a block and all
+tokens before them. It is looked up by
 
-    id of a block = ids[digest of (id of the block before it, or salt and keys; tokens of the block)]
+    id of a block = ids[digest of (id of the previous block, or salt and keys; tokens of the block)]
 
-Equal ids are equal prefixes, up to collisions of 128 bits of BLAKE2b, whose key is random and never written.
+Equal ids mean equal prefixes, except for collisions of a 128-bit BLAKE2b digest. Its key is random and never written.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ MAX_BLOCK = 1 << 20
 
 
 class TraceRecorder:
-    """Writes a line for each request to the file at `path`, which must not exist.
+    """Writes a line for each request to a new file.
 
-    Any number of threads of one process may record. Each line is written whole, and a failed write leaves the file as
-    it was: whenever the process ends, the trace can be read up to the last whole line. `close`, or the end of a `with`,
-    writes the number of requests into the header.
+    All threads of a process may record. A line is written completely or not at all, so the trace can be read up to its
+    last line whenever the process ends. `close`, or the end of a `with` block, writes the number of requests into the
+    header.
 
     Parameters
     ----------
-    block
-        Tokens per prefix block, best the engine's block size; 0: record no prefix blocks.
-    name
-        Of the trace; up to 200 printable characters, as is the licence.
-    licence
-        What others may do with the trace.
-    max_blocks
-        Ids to remember, about 180 bytes each. When there are more, all are forgotten: later prompts get new ids.
+    path : str or path-like
+        The file. It must not exist.
+    block : int
+        Tokens per prefix block, usually the engine's block size. 0: record no prefix blocks.
+    name : str
+        Name of the trace, up to 200 printable characters.
+    licence : str
+        Licence of the trace, up to 200 printable characters.
+    max_blocks : int
+        Most ids to remember, about 180 bytes each. If there are more, all are forgotten, and later prompts get new ids.
 
     Examples
     --------
@@ -69,7 +71,7 @@ class TraceRecorder:
         licence: str = "unknown",
         max_blocks: int = 4_000_000,
     ) -> None:
-        from pathlib import Path  # here, as json and hashlib below: they take long to load, and few record
+        from pathlib import Path  # imported late, like json and hashlib below: they load slowly and are rarely needed
 
         self.block = operator.index(block)
         if not 0 <= self.block <= MAX_BLOCK:
@@ -109,26 +111,32 @@ class TraceRecorder:
     ) -> None:
         """Record a request that has ended.
 
-        Raises `ValueError` for numbers that a trace cannot hold and after `close`, `TypeError` for a prompt that is not
-        tokens, `OSError` when the line cannot be written; the file is as it was then.
-
         Parameters
         ----------
-        prompt
-            Its token ids (n,), at least one: a sequence of integers or an array.
-        output_tokens
-            The number of tokens generated for it.
-        arrival
-            Seconds since the recorder was made, or since any other start that all requests share; None: now.
+        prompt : sequence of int or ndarray, shape (n,)
+            Its token ids, at least one.
+        output_tokens : int
+            Number of generated tokens.
+        arrival : float, optional
+            Seconds since the recorder was made, or since another start that all requests share. Default: now.
         cache_salt, extra_keys
-            As in `PrefixCache.match_prefix`: prompts with different ones share no blocks.
+            As in `PrefixCache.match_prefix`. Prompts with different keys share no blocks.
+
+        Raises
+        ------
+        ValueError
+            If a number is too large for a trace, or the recorder is closed. A failed call does not change the file.
+        TypeError
+            If the prompt does not consist of integers.
+        OSError
+            If the line cannot be written.
         """
         row = token_row(prompt)
         output = operator.index(output_tokens)
         if not 1 <= len(row) <= MAX_TOKENS or not 0 <= output <= MAX_TOKENS:
             raise ValueError(
-                f"a request has from 1 to {MAX_TOKENS} prompt tokens and at most as many of output, not {len(row)} and "
-                f"{output}"
+                f"a request must have from 1 to {MAX_TOKENS} prompt tokens, not {len(row)}, "
+                f"and from 0 to {MAX_TOKENS} output tokens, not {output}"
             )
         time = (monotonic_ns() - self._start) / 1e3 if arrival is None else arrival * 1e6
         if not 0 <= time <= MAX_TIME_US:
@@ -139,7 +147,7 @@ class TraceRecorder:
             if self._file < 0:
                 raise ValueError(f"{self.path} is closed")
             if self.num_requests == MAX_REQUESTS:
-                raise ValueError(f"a trace has at most {MAX_REQUESTS} requests")
+                raise ValueError(f"the trace is full: it has {MAX_REQUESTS} requests, the most that are allowed")
             runs: list[int] = []
             for number in self._numbers(data, root):
                 if runs and runs[-2] + runs[-1] == number:
@@ -169,7 +177,7 @@ class TraceRecorder:
         self.close()
 
     def _numbers(self, data: bytes, root: bytes) -> Iterator[int]:
-        """The ids of the blocks of a prompt, with the last, partial one."""
+        """Yield the ids of the blocks of a prompt, including a partial last block."""
         if not self.block:
             return
         from hashlib import blake2b
@@ -179,7 +187,8 @@ class TraceRecorder:
         size, ids, key = 4 * self.block, self._ids, self._key
         before = root
         for at in range(0, len(data), size):
-            # The salt is the length of `before`: without it, tokens and `before` could be split in two ways.
+            # The salt is the length of `before`. Without it, the same bytes could be split differently into tokens and
+            # `before`.
             name = blake2b(data[at : at + size] + before, digest_size=16, key=key, salt=b"%d" % len(before)).digest()
             number = ids.get(name)
             if number is None:
@@ -189,10 +198,10 @@ class TraceRecorder:
             before = number.to_bytes(8, "little")
 
     def _write(self, line: str) -> None:
-        """Append a line, or raise and leave the file as it was."""
+        """Append a line. If this raises, the file is unchanged."""
         data = line.encode()
         if len(data) > MAX_LINE:
-            raise ValueError(f"a line of {len(data)} bytes is above the limit of {MAX_LINE}")
+            raise ValueError(f"a line must have at most {MAX_LINE} bytes, not {len(data)}")
         try:
             _write_all(self._file, data, self._end)
         except OSError:

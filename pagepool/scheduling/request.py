@@ -22,7 +22,7 @@ class SeqState(enum.Enum):
                       |      v           v
                      PREEMPTED (waits again, at the front)
 
-    Every state may go to FINISHED directly: by `finish_sequence`, or at its limit or a stop token.
+    Every state may change to FINISHED directly: by `finish_sequence`, at the limit or at a stop token.
     """
 
     WAITING = "waiting"
@@ -61,16 +61,16 @@ class Sequence:
     cache_salt, extra_keys
         Two prompts share cached blocks only if both are equal.
     reads_cache : bool
-        Whether it begins with cached blocks.
+        The sequence begins with cached blocks.
     kv : PagedSeqState, HybridSequence or None
         The blocks of an active sequence, if the scheduler has a pool; a `HybridSequence` if it has groups or states.
         After a partial preemption the state with the remaining blocks.
     num_cached : int
-        Tokens that were in its blocks when it was last admitted: cached, or left by a preemption.
+        Tokens that were in its blocks when it was last admitted: cached, or kept by a preemption.
     fed : int
-        Tokens with K and V in the pages, or there after the current batch; equals `kv.len` minus the slots for drafts.
+        Tokens with K and V in the pages, including the current batch. Equals `kv.len` minus the slots for drafts.
     num_preemptions : int
-        How often it was preempted.
+        Number of preemptions.
     """
 
     id: int
@@ -89,19 +89,19 @@ class Sequence:
     fed: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
-    # Rising positions in its prompt at which its recurrent state is to be kept, and why.
+    # Rising positions in its prompt at which its recurrent state is saved, with the reason.
     _stops: list[tuple[int, str]] = field(default_factory=list, init=False)
-    # "stop" or "abort" once it was stopped by a call.
+    # "stop" or "abort" after a call has stopped it.
     _stopped_by: str | None = field(default=None, init=False)
-    # Its place in every order, and the step in which it came; set by the scheduler.
+    # Its rank under the policy, and the step in which it arrived. Set by the scheduler.
     _rank: Rank = field(default=(1, 0, 0), init=False)
     _arrived: int = field(default=0, init=False)
-    # While it is deferred: the sequence that computes its next blocks, and how many tokens that one must read first.
+    # While it is deferred: the leader, which computes its next blocks, and the tokens that it must process first.
     _awaits: tuple[Sequence, int] | None = field(default=None, init=False)
-    # The most outputs that it may get; what counts as its prompt since it was admitted, recomputed outputs too.
+    # Most output tokens; and the end of its prefill, which includes outputs that are recomputed after a preemption.
     _max_output: int = field(init=False)
     _prefill_end: int = field(init=False)
-    # Whether its tenant's quota counts it.
+    # True while its tenant's quota counts it.
     _counted: bool = field(default=False, init=False)
     # The `SequencePrefix` of the prefix adapter.
     _prefix: Any = field(default=None, init=False)
@@ -112,17 +112,17 @@ class Sequence:
 
     @property
     def prompt_pos(self) -> int:
-        """Prompt tokens scheduled so far; after a preemption, prompt tokens that are still in its blocks."""
+        """Number of scheduled prompt tokens. After a preemption: prompt tokens that are still in its blocks."""
         return min(self.fed, len(self.prompt_tokens))
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and output tokens."""
+        """Number of prompt and output tokens."""
         return len(self.prompt_tokens) + len(self.output_tokens)
 
     @property
     def at_limit(self) -> bool:
-        """True when `total_tokens` has reached `max_tokens`; such a sequence counts as finished."""
+        """True if `total_tokens` has reached `max_tokens`. Such a sequence counts as finished."""
         return len(self.output_tokens) >= self._max_output
 
     @property
@@ -132,8 +132,11 @@ class Sequence:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it has ended: "stop" at a stop token or by `finish_sequence`, "length" at its limit, "abort" by `cancel`,
-        `remove_sequence` or `Scheduler.close`. None before the end."""
+        """The reason of its end, None before it.
+
+        "stop" at a stop token or by `finish_sequence`, "length" at the limit, "abort" by `cancel`, `remove_sequence` or
+        `Scheduler.close`.
+        """
         if self.state is not SeqState.FINISHED:
             return None
         if self._at_stop_token:
@@ -156,7 +159,7 @@ class Sequence:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether it gets no more tokens, even if its state is not FINISHED yet."""
+        """True if it gets no more tokens, even if its state is not FINISHED yet."""
         return self.at_limit or self._at_stop_token or self._stopped_by is not None
 
     @property
@@ -169,7 +172,7 @@ class Sequence:
         return self.state is SeqState.PREFILLING or self.state is SeqState.DECODING
 
     def _next_tokens(self, count: int) -> list[int]:
-        """The next `count` tokens to feed; for 0 the last token once more."""
+        """Return the next `count` tokens to feed. A count of 0 returns the last token again."""
         start, prompt = self.fed, self.prompt_tokens
         if count == 0:
             return [self.output_tokens[-1] if self.output_tokens else prompt[-1]]
@@ -181,7 +184,7 @@ class Sequence:
         return prompt[start:] + self.output_tokens[: past + count]
 
     def _fork(self, seq_id: int) -> Sequence:
-        """A sequence with the same tokens, which decodes; without a state."""
+        """Return a decoding sequence with the same tokens, without blocks."""
         fork = dataclasses.replace(self, id=seq_id)
         fork.state, fork.fed, fork.num_cached = self.state, self.fed, self.fed
         fork.output_tokens = self.output_tokens.copy()
@@ -189,7 +192,7 @@ class Sequence:
         return fork
 
     def _audit(self, slots: int, has_blocks: bool) -> str | None:
-        """The first broken equation, or None; `slots`: the number of its slots for drafts."""
+        """Return the first broken invariant, or None. `slots` is the number of its slots for drafts."""
         held = 0 if self.kv is None else self.kv.len
         is_preempted = self.state is SeqState.PREEMPTED
         if self._awaits is not None and self.state is not SeqState.WAITING and not is_preempted:

@@ -46,38 +46,38 @@ class Scheduler:
 
     Parameters
     ----------
-    config : SchedulerConfig or None
-        None: its defaults.
+    config : SchedulerConfig, optional
+        Default: `SchedulerConfig()`.
     pool : KvCachePool, SequencePool, BlockAllocator or None
-        Where sequences take their blocks.
+        The source of blocks.
     prefix_cache : PrefixCache or None
-        A cache over the same allocator. Requests begin with the blocks that it has for their first tokens, and leave
-        their full blocks to it. While one request computes blocks that another one needs next, the other one waits.
+        A cache over the same allocator. Requests begin with cached blocks for their first tokens, and publish their
+        full blocks. While one request computes blocks that another request needs next, the other one waits.
     groups : iterable of KvGroup or None
-        For hybrid models: the groups of each sequence, over the pool's allocator. `Sequence.kv` is a `HybridSequence`
-        then. None: one group, if there is a pool. With a prefix cache all groups have its block size.
+        For hybrid models: the groups of each sequence, over the pool's allocator. Then `Sequence.kv` is a
+        `HybridSequence`. None: one group, if there is a pool. A prefix cache needs groups with its own block size.
     states : SsmStatePool or None
-        For hybrid models: the pool of recurrent states. Not with lookahead.
+        For hybrid models: the pool of recurrent states. Requires `lookahead` 0.
     checkpoints : StateCheckpoints or None
-        For a prefix cache and `states`: keeps recurrent states at some of the cached positions. Its `align` is a
-        multiple of the block size.
+        Required for a prefix cache with `states`: keeps recurrent states at some cached positions. Its `align` must be
+        a multiple of the block size.
 
     Notes
     -----
-    One step is `schedule()`, which picks the batch and takes its blocks, all or none; the forward pass, by the caller;
-    and `commit(batch, tokens)` with the new tokens, or `give_up(batch)` if the model has failed. Blocks are freed when
-    a sequence finishes, is removed or is preempted.
+    A step has three parts. `schedule()` chooses the batch and takes its blocks, all or nothing. The caller runs the
+    forward pass. `commit(batch, tokens)` takes the new tokens, or `give_up(batch)` undoes the step if the model has
+    failed. Blocks are freed when a sequence finishes, is removed or is preempted.
 
-    When the pool runs out of blocks, unused cached blocks are evicted first. Then sequences are preempted, the last
-    one in the policy's order first: it gives up its last blocks, or all, waits at the front of the queue, and computes
-    them again later. The first sequence in that order is never preempted, so every request ends. `preemptions` is the
-    log.
+    If the pool runs out of blocks, unused cached blocks are evicted first. Then sequences are preempted, in the reverse
+    order of the policy. A preempted sequence loses its last blocks, or all, waits at the front of the queue, and
+    computes them again later. The first sequence in the policy's order is never preempted, so every request ends.
+    `preemptions` is the log.
 
-    `submit` and `cancel` may be called by any thread at any time. Other calls that change a scheduler run one at a
-    time: a second one meanwhile, by another thread, a finalizer or a signal handler, raises RuntimeError and changes
-    nothing. Wrong arguments change nothing. Any other exception inside a call, KeyboardInterrupt and MemoryError
-    included, closes the scheduler: later calls that change it, and `check()`, raise RuntimeError and name the cause.
-    `close()` frees all blocks, after a failure or at any other time.
+    Any thread may call `submit` and `cancel` at any time. Only one other call that changes the scheduler may run. A
+    second such call, by another thread, a finalizer or a signal handler, raises RuntimeError and changes nothing. Wrong
+    arguments change nothing. Any other exception inside a call, including KeyboardInterrupt and MemoryError, closes the
+    scheduler: later calls that change it, and `check()`, raise RuntimeError and name the cause. `close()` frees all
+    blocks, after a failure or at any other time.
 
     Examples
     --------
@@ -121,7 +121,7 @@ class Scheduler:
         self._inbox = Inbox()
         self._sequences: dict[int, Sequence] = {}
         self._finished: dict[int, Sequence] = {}
-        self._outstanding: ScheduledBatch | None = None  # the last batch, until it is committed or given up
+        self._outstanding: ScheduledBatch | None = None  # the last batch until `commit` or `give_up`
         self._has_committed = False
         self._waiting, self._active, self._tenants = waiting, active, tenants = self._empty()
         blocks, prefix = self._blocks, self._prefix
@@ -151,9 +151,9 @@ class Scheduler:
         max_tokens : int or None
             Limit of prompt + output.
         priority : int or None
-            Lower goes first, equal ones in the order of arrival. None: 0.
+            Lower numbers go first, equal numbers by arrival. None: 0.
         max_new_tokens : int or None
-            Limit of the output. With both limits, the one that is reached first counts.
+            Limit of the output. If both limits are given, the lower one counts.
         stop_token_ids : iterable of int
             Token ids that end the sequence when they are generated. They stay in its output.
         request_id : int, str or None
@@ -163,8 +163,8 @@ class Scheduler:
         cache_salt, extra_keys
             As in `PrefixCache.match_prefix`. Without a salt, tenants share cached blocks.
         reads_cache : bool
-            Whether it begins with the blocks that the prefix cache has. False: the whole prompt is computed, for
-            callers that need the result of each token. Its blocks are cached for others all the same.
+            Begin with cached blocks. False: compute the whole prompt, for callers that need the result of each token.
+            The blocks of the request are cached in both cases.
 
         Returns
         -------
@@ -174,10 +174,10 @@ class Scheduler:
         Raises
         ------
         ValueError
-            The prompt is empty, is longer than `max_tokens` or has a token below 0, or its tokens can never fit into
-            the pool or the tenant's quota. Nothing has changed.
+            If the prompt is empty, is longer than `max_tokens`, has a token below 0, or can never fit the pool or the
+            tenant's quota. A failed call changes nothing.
         TypeError
-            A token is not an integer, or the request has no limit. Nothing has changed.
+            If a token is not an integer, or the request has no limit.
 
         Examples
         --------
@@ -217,8 +217,8 @@ class Scheduler:
     ) -> int:
         """Queue a request from any thread and at any time, also during another call.
 
-        See `add_request` for arguments, result and errors. The next `schedule` takes the request in. Until then
-        `get_sequence` does not know it, and `has_work` is True. A closed scheduler raises RuntimeError.
+        See `add_request` for arguments, result and errors. The next `schedule` accepts the request. Until then
+        `get_sequence` does not find it, and `has_work` is True. A closed scheduler raises RuntimeError.
 
         Examples
         --------
@@ -237,24 +237,24 @@ class Scheduler:
         return seq_id
 
     def cancel(self, seq_id: int) -> None:
-        """Stop a sequence from any thread and at any time: it finishes when the next `schedule` begins.
+        """Stop a sequence from any thread and at any time. It finishes at the beginning of the next `schedule`.
 
-        `drain_finished` returns it then, with `finish_reason` "abort". Unknown and finished ids are ignored. An id that
-        is not an integer raises TypeError.
+        Its `finish_reason` is "abort". Unknown and finished ids are ignored. An id that is not an integer raises
+        TypeError.
         """
         number = integer("seq_id", seq_id)
         if not self._guard.is_closed:
             self._inbox.items.append(number)
 
     def fork(self, seq_id: int, n: int = 1) -> list[int]:
-        """Begin `n` sequences with the tokens and blocks of one that decodes.
+        """Start `n` sequences with the tokens and blocks of a decoding sequence.
 
-        For several samples of a prompt, and for beams. The forks decode from the next step on, with the limits, stop
-        tokens, tenant and `request_id` of the original. A shared block is copied when one of them first writes to it.
-        `remove_sequence` drops a beam and frees the blocks that no other sequence shares.
+        Use it for several samples of a prompt, and for beams. The forks decode from the next step on, with the limits,
+        stop tokens, tenant and `request_id` of the original. Shared blocks are copied on write. `remove_sequence` drops
+        a beam and frees the blocks that no other sequence shares.
 
-        Call it after the forward pass and before `commit` to give each fork its own next token: `commit` gives the
-        original its token, `append_token` the forks.
+        To give each fork its own next token, call it after the forward pass and before `commit`. Pass the original's
+        token to `commit`, and the tokens of the forks to `append_token`.
 
         Parameters
         ----------
@@ -271,8 +271,8 @@ class Scheduler:
         Raises
         ------
         ValueError
-            The sequence does not decode; or `max_sequences`, the tenant's quota or, with the admission "whole", the
-            pool has no room for `n` more. Nothing has changed.
+            If the sequence is not decoding, or `n` more sequences exceed `max_sequences`, the tenant's quota or, with
+            the admission "whole", the pool. A failed call changes nothing.
 
         Examples
         --------
@@ -290,8 +290,8 @@ class Scheduler:
         with self._guard:
             seq = self._sequences.get(seq_id)
             if seq is None or seq.state is not DECODING:
-                state = "not known" if seq is None else seq.state.value
-                raise ValueError(f"sequence {seq_id} is {state}: only one that decodes can be forked")
+                state = "unknown" if seq is None else seq.state.value
+                raise ValueError(f"sequence {seq_id} must be decoding to be forked, but is {state}")
             refusal = self._admission.refuses_forks(seq, number)
             if refusal is not None:
                 raise ValueError(refusal)
@@ -308,10 +308,10 @@ class Scheduler:
         return [fork.id for fork in forks]
 
     def append_token(self, seq_id: int, token: int) -> None:
-        """Add one output token to a sequence, which finishes at its limit or at a stop token.
+        """Add one output token to a sequence. The sequence finishes at its limit or at a stop token.
 
         Unknown and finished ids are ignored. Raises TypeError for a token that is not an integer, ValueError for a
-        token below 0 and, with a prefix cache, above 2**31 - 1. Then nothing has changed.
+        token below 0 or, with a prefix cache, above 2**31 - 1. A failed call changes nothing.
         """
         with self._guard:
             seq = self._sequences.get(seq_id)
@@ -327,7 +327,7 @@ class Scheduler:
                 self._finish([seq])
 
     def finish_sequence(self, seq_id: int) -> None:
-        """Stop a sequence and free its blocks; `drain_finished` will return it. Unknown ids are ignored."""
+        """Stop a sequence and free its blocks. `drain_finished` will return it. Unknown ids are ignored."""
         with self._guard:
             seq = self._sequences.get(seq_id)
             self._guard.is_changing = True
@@ -354,20 +354,20 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Return the next batch, within all budgets of the config and with its blocks taken.
 
-        Accepts submitted requests, stops cancelled ones, and admits waiting sequences. Picks sequences by turns, gives
-        each its tokens, and preempts when the pool is out of blocks.
+        Accepts submitted requests, stops cancelled ones, and admits waiting sequences. Chooses sequences in turn, gives
+        each its tokens, and preempts if the pool runs out of blocks.
 
         Returns
         -------
         ScheduledBatch
-            Empty when there is no work, or when there is no room even for one sequence, because other users of the
-            pool hold the blocks. Then `has_work` stays True, and the caller frees blocks or waits.
+            Empty without work. Also empty if not even one sequence fits, because other users of the pool hold
+            the blocks. Then `has_work` stays True, and the caller must free blocks or wait.
 
         Raises
         ------
         RuntimeError
-            A batch is `outstanding`, and the scheduler has a prefix cache or has committed a batch before. Nothing has
-            changed. Otherwise an outstanding batch counts as run: then `append_token` alone is enough.
+            If a batch is `outstanding`, and the scheduler has a prefix cache or has committed a batch before. A failed
+            call changes nothing. Otherwise an outstanding batch counts as run, and `append_token` alone is enough.
         """
         with self._guard:
             step = self.num_steps + 1
@@ -396,32 +396,33 @@ class Scheduler:
             return ScheduledBatch.empty()
 
     def commit(self, batch: ScheduledBatch, tokens: Iterable[Any]) -> None:
-        """Hand back the results of `batch`. Sequences that reach their limit or a stop token finish.
+        """Take the results of `batch`. Sequences at their limit or at a stop token finish.
 
-        With a prefix cache the blocks that the step has filled are published now.
+        With a prefix cache, this publishes the blocks that the step has filled.
 
         Parameters
         ----------
         batch : ScheduledBatch
             The outstanding batch, or an empty one.
         tokens : iterable
-            One entry per sequence, in the order of the batch. None or a number below 0 adds nothing; neither does an
-            entry of a prompt chunk that is not the last (`wants_token` is False), or of a sequence that has finished
-            meanwhile. With lookahead an entry may be a list: the accepted drafts, then one token more. The slots of the
-            other drafts are taken back, and tokens behind a stop token are dropped.
+            One entry per sequence, in the order of the batch. None or a number below 0 adds nothing. Entries are
+            ignored for a prompt chunk that is not the last one (`wants_token` is False), and for a sequence that has
+            finished since `schedule`. With lookahead an entry may be a list: the accepted drafts, then the next token.
+            The slots of other drafts are removed, and tokens after a stop token are dropped.
 
         Raises
         ------
         ValueError
-            The lengths differ, the batch is not outstanding, drafts were accepted for a sequence that has got tokens
-            since `schedule`, or a token has more than the 32 bits of a prefix cache. Nothing has changed.
+            If the lengths differ, the batch is not outstanding, drafts were accepted for a sequence that got tokens
+            since `schedule`, or a token has more than 32 bits and there is a prefix cache. A failed call changes
+            nothing.
         TypeError
-            An entry is not an integer. Nothing has changed.
+            If an entry is not an integer.
         """
         sequences = read_batch(batch)._sequences
         results = read_results(tokens, self.config.lookahead > 0)
         if len(results) != len(sequences):
-            raise ValueError(f"got {len(results)} tokens for a batch of {len(sequences)} sequences")
+            raise ValueError(f"tokens must have {len(sequences)} entries, one per sequence, not {len(results)}")
         check_results(batch, results, for_cache=self._prefix.cache is not None)
         drafts = self.config.lookahead > 0
         with self._guard:
@@ -439,7 +440,7 @@ class Scheduler:
                 if drafts and type(result) is list:
                     result = up_to_stop(result, seq.stop_token_ids)
                     output += result
-                    seq.fed += len(result) - 1  # the drafts are in the slots that they had
+                    seq.fed += len(result) - 1  # accepted drafts stay in their slots
                 elif result >= 0:
                     output.append(result)
                 else:
@@ -452,12 +453,12 @@ class Scheduler:
                 self._finish(ended)
 
     def give_up(self, batch: ScheduledBatch) -> None:
-        """Take back the batch of a step that has failed: its tokens are fed again in a later step.
+        """Undo a failed step. Its tokens are fed again in a later step.
 
-        The prefix cache gets nothing of the step. Sequences stay active and keep tokens from `append_token`; forks made
-        since `schedule` also feed the tokens again. A recurrent state may have passed over some of the tokens, so a
-        sequence with one is preempted, and resumes from a state that was kept or from its first token. Sequences that
-        have finished since `schedule` stay finished.
+        Nothing of the step is published to the prefix cache. Sequences stay active and keep tokens from `append_token`.
+        Forks made since `schedule` also feed the tokens again. A recurrent state may include some of the tokens, so a
+        sequence with a recurrent state is preempted and restarts from a saved state or from its first token. Sequences
+        that have finished since `schedule` stay finished.
 
         Parameters
         ----------
@@ -467,7 +468,7 @@ class Scheduler:
         Raises
         ------
         ValueError
-            The batch is not outstanding. Nothing has changed.
+            If the batch is not outstanding. A failed call changes nothing.
 
         Examples
         --------
@@ -498,31 +499,31 @@ class Scheduler:
                     self._blocks.truncate(seq, fed)
 
     def get_sequence(self, seq_id: int) -> Sequence | None:
-        """The sequence with this id, or None when it is unknown, drained or removed."""
+        """Return the sequence with this id, or None if it is unknown, drained or removed."""
         return self._sequences.get(seq_id)
 
     @property
     def outstanding(self) -> ScheduledBatch | None:
-        """The batch that `schedule` handed out and neither `commit` nor `give_up` has taken yet, or None.
+        """The last batch of `schedule` until `commit` or `give_up`, else None.
 
-        A caller that was interrupted may run it again: that stores the same keys and values. A recurrent state that has
-        passed over its tokens must not do so twice: `give_up` the batch.
+        A caller that was interrupted may run it again, which stores the same keys and values. A recurrent state must
+        not process its tokens twice: `give_up` the batch instead.
         """
         return self._outstanding
 
     @property
     def active_count(self) -> int:
-        """Sequences that are prefilling or decoding."""
+        """Number of sequences that are prefilling or decoding."""
         return len(self._active)
 
     @property
     def waiting_count(self) -> int:
-        """Sequences that wait, preempted ones included."""
+        """Number of waiting sequences, including preempted ones."""
         return len(self._waiting)
 
     @property
     def total_count(self) -> int:
-        """Sequences that wait, are active, or have finished and are not drained."""
+        """Number of sequences that wait, are active, or have finished and are not drained."""
         return len(self._sequences)
 
     @property
@@ -532,27 +533,26 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        """How often an active sequence was preempted."""
+        """Number of preemptions of active sequences."""
         return self._preemption.num_preemptions
 
     @property
     def preemptions(self) -> list[PreemptionRecord]:
-        """The last 1,024 actions when blocks ran out, the newest last; `stats()` has the totals of all.
+        """The last 1,024 actions of the scheduler when blocks ran out, newest last. `stats()` has the totals.
 
-        Each is a named tuple `(step, action, seq_id, blocks, wanted, free, reason)`: the number of the `schedule` call;
-        "evict", "partial" or "recompute"; the sequence that gave blocks, 0 for cached blocks; how many blocks it gave,
-        how many new ones the step needed, and how many could be taken before; why this action.
+        Each one is a `PreemptionRecord` `(step, action, seq_id, blocks, wanted, free, reason)`. `step` is the number of
+        the `schedule` call. `action` is "evict", "partial" or "recompute". `seq_id` is the sequence that lost blocks, 0
+        for cached blocks. `blocks` were freed, `wanted` were needed by the step, `free` were available before.
         """
         return list(self._preemption.records)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the blocks of all active sequences and of preempted ones that kept some; 0 without a pool."""
+        """Number of tokens in the blocks of active and preempted sequences, 0 without a pool."""
         return self._blocks.num_tokens
 
     def stats(self) -> dict[str, Any]:
-        """Return a dict of counters; `actions` counts how often each preemption action was taken, `given` the blocks
-        that it gave."""
+        """Return a dict of counters. `actions` counts the preemption actions, `given` the blocks that they freed."""
         blocks = self._blocks
         return {
             "steps": self.num_steps,
@@ -573,11 +573,17 @@ class Scheduler:
         return f"<{type(self).__name__}: {counts}>"
 
     def check(self) -> None:
-        """Audit every equation; raises `PoolError` that names a broken one.
+        """Check all invariants of the scheduler. O(sequences).
 
-        Counts everything anew from the sequences and compares. O(sequences). `check` of the allocator and of the prefix
-        cache audit theirs.
+        Recounts everything from the sequences. The allocator and the prefix cache have their own `check`.
 
+        Raises
+        ------
+        PoolError
+            If an invariant is broken. The message names it.
+
+        Examples
+        --------
         >>> from pagepool import Scheduler
         >>> Scheduler().check()
         """
@@ -587,7 +593,7 @@ class Scheduler:
             raise PoolError(f"broken invariant: {broken}")
 
     def close(self) -> None:
-        """Free all blocks and recurrent states, also after a failure. May be called again.
+        """Free all blocks and recurrent states, also after a failure. May be called twice.
 
         Sequences that have not finished end with the `finish_reason` "abort"; `get_sequence` still finds them. Later
         calls that change the scheduler, and `check`, raise RuntimeError; `cancel` does nothing. Do not call it inside
@@ -596,7 +602,7 @@ class Scheduler:
         Raises
         ------
         RuntimeError
-            Another thread is inside a call. Nothing has changed.
+            If another thread is inside a call. A failed call changes nothing.
 
         Examples
         --------
@@ -616,7 +622,7 @@ class Scheduler:
             self._waiting, self._active, self._tenants = self._empty()
 
     def _end_step(self, batch: ScheduledBatch) -> None:
-        """Once `batch` was run: take back the slots of its drafts and publish the blocks that it filled."""
+        """End the step of `batch`, which was run: remove the slots of drafts and publish the filled blocks."""
         self._outstanding = None
         if self.config.lookahead:
             for seq in batch._sequences:
@@ -626,11 +632,11 @@ class Scheduler:
         self._prefix.keep_states(batch)
 
     def _finish(self, sequences: list[Sequence]) -> None:
-        """Take the sequences out of all structures, in the order of ids, and free their blocks."""
+        """Finish sequences in the order of ids: remove them from all structures and free their blocks."""
         sequences.sort(key=by_id)
         for seq in sequences:
             if seq.kv is not None:
-                # Tokens of the outstanding batch may not be in the pages yet.
+                # K and V of the outstanding batch may not be stored yet.
                 unsure = self._outstanding.fed_of(seq) if self._outstanding else 0
                 self._prefix.publish(seq, seq.fed - unsure)
                 if not unsure:
@@ -644,10 +650,10 @@ class Scheduler:
             seq.state = FINISHED
             self._finished[seq.id] = seq
             self._tenants.leave(seq)
-            self._waiting.change(seq.tenant)  # requests that its part of the quota kept waiting may start
+            self._waiting.change(seq.tenant)  # the tenant's quota has more room now
 
     def _read_request(self, *arguments: Any, **names: Any) -> Sequence:
-        """The sequence of a request, checked and without an id. Changes nothing."""
+        """Check a request and return its sequence, without an id. Changes nothing."""
         seq = read_request(*arguments, **names)
         refusal = self._blocks.refusal(seq.max_tokens) or self._tenants.refusal(seq.tenant, seq.max_tokens)
         if refusal is not None:
@@ -668,7 +674,7 @@ class Scheduler:
             self._waiting.push(seq)
 
     def _take_in(self) -> None:
-        """Do what other threads have asked for, in its order."""
+        """Accept the submitted requests and cancellations, in the order of arrival."""
         items = self._inbox.items
         for _ in range(len(items)):
             item = items.popleft()
@@ -686,13 +692,13 @@ class Scheduler:
                 self._finish([seq])
 
     def _empty(self) -> tuple[WaitingQueue, ActiveSequences, Tenants]:
-        """The structures of a scheduler without sequences."""
+        """Return the structures of a scheduler without sequences."""
         config, blocks = self.config, self._blocks
         waiting = WaitingQueue(self._policy, config.max_wait_steps)
         return waiting, ActiveSequences(config, blocks.blocks_for), Tenants(config, blocks)
 
     def _audit(self) -> str | None:
-        """The first equation that does not hold, or None."""
+        """Return the first broken invariant, or None."""
         sequences, blocks, out = self._sequences, self._blocks, self._outstanding
         slots = {} if out is None else dict(zip(out.seq_ids, out.lookahead, strict=True))
         ended = {seq_id: seq for seq_id, seq in sequences.items() if seq.state is FINISHED}

@@ -1,4 +1,4 @@
-"""Tenants: what each was served, and how many blocks it may use."""
+"""Tenants: the tokens served to each one, and their quotas of blocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pagepool.scheduling.request import Sequence
 
 __all__ = ["Tenants"]
 
-# The cost of a prompt token and of a generated token.
+# Cost of a prompt token and of a generated token.
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
 ANYONE = Tenant()
-SPARE = 1024  # counters of absent tenants that are left before a sweep
+SPARE = 1024  # number of counters of absent tenants that triggers a sweep
 
 
 class Tenants:
@@ -25,7 +25,7 @@ class Tenants:
 
     Invariants: `_live[t]` is the number of requests of t that wait or are active. `_held[t]` is the number of blocks
     that the admitted requests of t may ever need together, at most its `max_blocks`. A preempted sequence keeps its
-    part of the quota, so that it can always come back.
+    part of the quota, so it can always be admitted again.
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
@@ -34,7 +34,7 @@ class Tenants:
         self._live: Counter[Any] = Counter()
         self._held: Counter[Any] = Counter()
         self._served: dict[Any, float] = {}
-        self._idle_at = 0.0  # the counter of the last tenant that ran out of requests
+        self._idle_at = 0.0  # counter of the last tenant that became idle
 
     def count(self, seq: Sequence) -> None:
         """Count a request that waits or is active, for `summary`."""
@@ -43,19 +43,19 @@ class Tenants:
             self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
 
     def refusal(self, tenant: Any, max_tokens: int) -> str | None:
-        """The reason why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
+        """Return the reason why a request of `max_tokens` can never run under the quota of `tenant`, or None."""
         needed, (_, quota) = self._blocks_for(max_tokens), self.quota(tenant)
         if needed <= quota:
             return None
         return f"{max_tokens} tokens need {needed} blocks, the quota of tenant {tenant!r} is {quota}"
 
     def quota(self, tenant: Any) -> tuple[int, float]:
-        """How many blocks the admitted requests of `tenant` may ever need, and its quota of them; inf without one."""
+        """Return the blocks that the admitted requests of `tenant` may ever need, and its quota (inf: no limit)."""
         quota = self._limits.get(tenant, ANYONE).max_blocks
         return self._held[tenant], inf if quota is None else quota
 
     def arrive(self, seq: Sequence) -> None:
-        """A request came. The counter of a tenant without requests rises to the least counter of the busy tenants."""
+        """Count a new request. The counter of an idle tenant is raised to the least counter of the busy tenants."""
         tenant = seq.tenant
         if not self._live[tenant]:
             busy = [self._served[other] for other, count in self._live.items() if count]
@@ -64,13 +64,13 @@ class Tenants:
         self._live[tenant] += 1
 
     def start(self, seq: Sequence) -> None:
-        """A request was admitted, perhaps again."""
+        """Count a request that was admitted, perhaps again."""
         if not seq._counted:
             seq._counted = True
             self._held[seq.tenant] += self._blocks_for(seq.max_tokens)
 
     def leave(self, seq: Sequence) -> None:
-        """A request ended."""
+        """Count a request that has ended."""
         tenant = seq.tenant
         if seq._counted:
             self._held[tenant] -= self._blocks_for(seq.max_tokens)
@@ -82,30 +82,30 @@ class Tenants:
                 self._sweep()
 
     def may_start(self, seq: Sequence) -> bool:
-        """True when the quota of its tenant has room for all that `seq` may need."""
+        """Return true if the quota of its tenant has room for all blocks that `seq` may need."""
         if seq._counted:
             return True
         held, quota = self.quota(seq.tenant)
         return held + self._blocks_for(seq.max_tokens) <= quota
 
     def served(self, tenant: Any) -> float:
-        """The counter of a tenant."""
+        """Return the counter of a tenant."""
         return self._served.get(tenant, 0.0)
 
     def charge(self, batch: ScheduledBatch, sign: int = 1) -> None:
-        """Count the tokens of a step, or with -1 take them back."""
+        """Count the tokens of a step. `sign` -1 subtracts them."""
         for row, seq in enumerate(batch._sequences):
-            if seq.tenant in self._served:  # otherwise it has left since, and was forgotten
+            if seq.tenant in self._served:  # the counter of a tenant that has left may have been removed
                 weight = sign * (OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT)
                 share = self._limits.get(seq.tenant, ANYONE).weight
                 self._served[seq.tenant] += weight * len(batch.tokens[row]) / share
 
     def summary(self) -> dict[str, Any]:
-        """What `Scheduler.check` compares with counts made anew from the sequences."""
+        """Return the values that `Scheduler.check` compares with counts from the sequences."""
         return {"live requests of tenants": +self._live, "blocks held by tenants": +self._held}
 
     def _sweep(self) -> None:
-        """Forget absent tenants that would begin with the same counter without an entry."""
+        """Remove counters of absent tenants that would get the same value again on their return."""
         least = min((self._served[tenant] for tenant in self._live), default=self._idle_at)
         self._served = {
             tenant: served for tenant, served in self._served.items() if tenant in self._live or served > least

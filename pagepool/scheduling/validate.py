@@ -1,4 +1,4 @@
-"""Reads and checks the arguments of callers, before anything changes."""
+"""Read and check the arguments of callers, before anything changes."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ __all__ = [
     "up_to_stop",
 ]
 
-MAX_TOKEN = 2**31 - 1  # the largest id that a prefix cache holds
+MAX_TOKEN = 2**31 - 1  # largest token id that a prefix cache accepts
 
 
 def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, checkpoints: Any) -> None:
-    """Raises TypeError for wrong checkpoints, ValueError for arguments that contradict each other."""
+    """Check the arguments for hybrid models. Raises TypeError for wrong checkpoints, ValueError for contradictions."""
     states = blocks.states
     if checkpoints is not None:
         if not hasattr(checkpoints, "resume"):
             raise wrong("checkpoints", "StateCheckpoints or None", checkpoints)
         if states is None or checkpoints.pool is not states:
-            raise ValueError("checkpoints must be over the states of the scheduler")
+            raise ValueError("checkpoints must use the state pool of the scheduler, states")
         align = checkpoints.index.align
         if prefix_cache is None or align % blocks.block_size:
             raise ValueError(
-                "checkpoints need a prefix cache, and an align that is a multiple of the block size, "
+                "checkpoints need a prefix cache and an align that is a multiple of the block size "
                 f"{blocks.block_size}, not {align}"
             )
     if prefix_cache is not None and not blocks.sizes:
@@ -48,7 +48,7 @@ def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: An
     if prefix_cache is not None and states is not None and checkpoints is None:
         raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of the states")
     if config.lookahead and states is not None:
-        raise ValueError(f"lookahead is {config.lookahead}: recurrent states cannot take drafted tokens back")
+        raise ValueError(f"lookahead must be 0 with recurrent states, not {config.lookahead}: drafts cannot be undone")
 
 
 def read_request(
@@ -63,11 +63,11 @@ def read_request(
     extra_keys: Iterable[Any] = (),
     reads_cache: bool = True,
 ) -> Sequence:
-    """The sequence of a request, without an id yet.
+    """Check a request and return its sequence, without an id.
 
     Raises ValueError for a prompt that is empty, is longer than its limit or has a token below 0, and for an output
-    limit below 0. Raises TypeError for numbers that are not integers, a request without a limit, a tenant that cannot
-    be hashed, or a `reads_cache` that is not a bool.
+    limit below 0. Raises TypeError for numbers that are not integers, a request without a limit, a tenant that is not
+    hashable, or a `reads_cache` that is not a bool.
     """
     prompt = _as_row("prompt_tokens", prompt_tokens)
     if not _all_integers(prompt):
@@ -87,22 +87,22 @@ def read_request(
     if not isinstance(reads_cache, bool):
         raise wrong("reads_cache", "a bool", reads_cache)
     if not prompt:
-        raise ValueError("a prompt needs at least 1 token, got 0")
+        raise ValueError("the prompt must have at least 1 token, not 0")
     for token in (min(prompt), *stops):
         check_token(token)
     if limit is not None and len(prompt) > limit:
-        raise ValueError(f"a prompt of {len(prompt)} tokens is longer than max_tokens, {limit}")
+        raise ValueError(f"the prompt must have at most max_tokens = {limit} tokens, not {len(prompt)}")
     limits = [] if limit is None else [limit]
     if most_new is not None:
         limits.append(len(prompt) + most_new)
     if not limits:
-        raise TypeError("a request needs max_tokens (limit of prompt + output) or max_new_tokens (limit of output)")
+        raise TypeError("give max_tokens (limit of prompt and output) or max_new_tokens (limit of the output)")
     keys = (cache_salt, tuple(extra_keys))
     return Sequence(0, prompt, min(limits), level, tenant, *keys, frozenset(stops), request_id, reads_cache)
 
 
 def read_token(token: Any) -> int:
-    """A token as an int. Raises TypeError for anything else."""
+    """Return a token as an int. Raises TypeError if it is not an integer."""
     try:
         return operator.index(token)
     except TypeError:
@@ -110,25 +110,25 @@ def read_token(token: Any) -> int:
 
 
 def read_batch(batch: Any) -> ScheduledBatch:
-    """A batch. Raises TypeError for anything else."""
+    """Return `batch`. Raises TypeError if it is not a `ScheduledBatch`."""
     if not isinstance(batch, ScheduledBatch):
         raise wrong("batch", "a ScheduledBatch", batch)
     return batch
 
 
 def check_outstanding(batch: ScheduledBatch, outstanding: ScheduledBatch | None) -> None:
-    """Raises ValueError for a batch that is not the outstanding one."""
+    """Raise ValueError if `batch` is not the outstanding batch."""
     if batch is not outstanding:
         raise ValueError(
-            f"batch, of {len(batch)} sequences, is not outstanding: it was committed or given up before, "
-            "or it is of another scheduler"
+            f"batch of {len(batch)} sequences is not outstanding: it was committed or given up before, "
+            "or another scheduler has made it"
         )
 
 
 def read_results(tokens: Iterable[Any], lookahead: bool) -> list[Any]:
-    """The results of a step, as a new list of integers, None and, with `lookahead`, lists of integers.
+    """Return the results of a step as a new list of integers, None and, with `lookahead`, lists of integers.
 
-    Raises TypeError for anything else.
+    Raises TypeError for other values.
     """
     results = _as_row("tokens", tokens)
     return results if _all_integers(results) else [_read_result(result, lookahead) for result in results]
@@ -143,20 +143,22 @@ def _read_result(result: Any, lookahead: bool) -> Any:
 
 
 def check_token(token: int) -> None:
-    """Raises ValueError for one below 0."""
+    """Raise ValueError for a token below 0."""
     if token < 0:
         raise ValueError(f"a token must be 0 or more, not {token}")
 
 
 def check_width(token: int) -> None:
-    """Raises ValueError for a token that a prefix cache cannot hold."""
+    """Raise ValueError for a token that is too large for a prefix cache."""
     if token > MAX_TOKEN:
         raise ValueError(f"token {token} has more than 32 bits: {MAX_TOKEN} is the largest that the cache holds")
 
 
 def check_results(batch: ScheduledBatch, results: list[Any], for_cache: bool) -> None:
-    """Raises ValueError for a list of drafts that is empty, is longer than the slots of its row, or is in a row without
-    a next token. With `for_cache` also for a token that a prefix cache cannot hold. None and numbers below 0 pass."""
+    """Raise ValueError for wrong lists of drafts: empty, longer than the slots of the row, or in a row without a token.
+
+    With `for_cache`, also for a token that is too large for a prefix cache. None and numbers below 0 are accepted.
+    """
     if _all_integers(results):
         if for_cache and results:
             check_width(max(results))
@@ -169,37 +171,39 @@ def check_results(batch: ScheduledBatch, results: list[Any], for_cache: bool) ->
     for row, tokens in rows.items():
         slots = batch.lookahead[row]
         if not 1 <= len(tokens) <= slots + 1:
-            raise ValueError(f"row {row} got {len(tokens)} tokens, it may have from 1 to {slots + 1}")
+            raise ValueError(f"row {row} must have from 1 to {slots + 1} tokens, not {len(tokens)}")
         if min(tokens) < 0:
-            raise ValueError(f"row {row} got token {min(tokens)}, which is below 0")
+            raise ValueError(f"tokens of row {row} must be at least 0, not {min(tokens)}")
         if not batch.wants_token[row]:
-            raise ValueError(f"row {row} is a prompt chunk that is not the last: it has no tokens")
+            raise ValueError(f"row {row} must have no tokens: its prompt chunk is not the last one")
 
 
 def up_to_stop(tokens: list[int], stops: Container[int]) -> list[int]:
-    """The tokens up to the first that is one of `stops`, this one included."""
+    """Return the tokens up to and including the first one in `stops`."""
     return next((tokens[: place + 1] for place, token in enumerate(tokens) if token in stops), tokens)
 
 
 def check_drafts(batch: ScheduledBatch, results: list[Any]) -> None:
-    """Raises ValueError for accepted drafts of a sequence that has got tokens since `batch` was made. The drafts are in
-    the slots of these tokens, and there can be more drafts than the sequence may still get."""
+    """Raise ValueError for accepted drafts of a sequence that has got other tokens since `batch` was made.
+
+    These tokens need the slots of the drafts, and the drafts may exceed the limit of the sequence.
+    """
     for row, (seq, result) in enumerate(zip(batch._sequences, results, strict=True)):
         if type(result) is list and len(result) > 1 and seq.state is not SeqState.FINISHED:
             since = seq.total_tokens - batch._fed_before[row] - len(batch.tokens[row])
             if since:
-                raise ValueError(f"row {row} got {len(result)} tokens, and {since} since it was scheduled")
+                raise ValueError(f"row {row} has {len(result)} tokens, but its sequence got {since} since schedule")
 
 
 def _as_row(name: str, values: Iterable[Any]) -> list[Any]:
-    """As `_as_list`; refuses sets, which have no order."""
+    """Like `_as_list`, but refuses sets, which have no order."""
     if isinstance(values, (set, frozenset)):
         raise wrong(name, "a sequence of integers", values)
     return _as_list(name, values)
 
 
 def _as_list(name: str, values: Iterable[Any]) -> list[Any]:
-    """A new list of the values; of Python ints, when they come from an array."""
+    """Return a new list of the values. Values of an array become Python ints."""
     if type(values) is list:
         return values.copy()
     found = values.tolist() if hasattr(values, "tolist") else values
@@ -209,8 +213,8 @@ def _as_list(name: str, values: Iterable[Any]) -> list[Any]:
 
 
 def _all_integers(values: list[Any]) -> bool:
-    """Whether all of them are int. Their sum is an int then, which is cheaper to find out than each type."""
+    """Return true if all values are int. Then their sum is an int, which is faster to check than each type."""
     try:
         return type(sum(values)) is int
-    except (TypeError, OverflowError):  # None, a row, text; or an int beyond the floats that is added to one
+    except (TypeError, OverflowError):  # a value is not a number, or a float and an int beyond float's range are added
         return False

@@ -1,4 +1,4 @@
-"""The waiting queue: a line of requests for each tenant; the policy chooses among the heads of all lines."""
+"""The waiting queue: a line of requests for each tenant. The policy chooses among the heads of all lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pagepool.scheduling.request import Rank, SeqState, Sequence, by_id, by_rank
 
 __all__ = ["WaitingQueue"]
 
-# Below this many dead entries a sweep of a heap is not worth its pass.
+# Sweep a heap only if it has at least this number of dead entries.
 SWEEP_FROM = 64
 
 
 class Line:
-    """The requests of one tenant, `live`, by id. `counted` has the requests that its quota counts already.
+    """The requests of one tenant, `live`, by id. `counted` has the requests that the tenant's quota already counts.
 
     `_front` has the ranks of the first `window` requests or fewer, sorted. `_rest` is a heap of ranks, and no rank in
     it is less than a rank of the front. `ids` is a heap of all ids. A request that leaves is removed from the front at
@@ -54,13 +54,15 @@ class Line:
             self.ids = sorted(self.live)
 
     def heads(self) -> list[Sequence]:
-        """The first `window`, in the order of rank, and the first counted request: the quota never keeps it out, but
-        can keep other requests out until it starts."""
+        """Return the first `window` requests by rank, and the first counted request.
+
+        The quota never blocks a counted request, but may block all other requests until that one starts.
+        """
         live, front, rest = self.live, self._front, self._rest
         while len(front) < self._window and rest:
             rank = heappop(rest)
             seq = live.get(rank[2])
-            # One that left and came back may have two entries here, or an old one with another rank.
+            # A request that has left and returned may have two entries here, or an old entry with another rank.
             if seq is not None and seq._rank == rank and rank not in front:
                 front.append(rank)
         found = [live[rank[2]] for rank in front]
@@ -69,7 +71,7 @@ class Line:
         return found
 
     def oldest(self) -> list[Sequence]:
-        """The one that came first, and the counted one that came first."""
+        """Return the request that arrived first, and the counted request that arrived first."""
         while self.ids[0] not in self.live:
             heappop(self.ids)
         found = [self.live[self.ids[0]]]
@@ -78,14 +80,14 @@ class Line:
         return found
 
     def ranks(self) -> set[Rank]:
-        """The ranks of the requests that have an entry."""
+        """Return the ranks of the live requests with an entry."""
         return {*self._front, *self._rest} & {seq._rank for seq in self.live.values()}
 
 
 class Followers:
-    """The requests that are deferred until `leader` has read the tokens that they share with it, by id.
+    """The requests that are deferred until `leader` has processed the tokens that they share with it, by id.
 
-    Each of them shares at least `least` tokens, and came in step `arrived` or later.
+    Each one shares at least `least` tokens, and arrived in step `arrived` or later.
     """
 
     def __init__(self, leader: Sequence) -> None:
@@ -102,10 +104,10 @@ class Followers:
 
 
 class TenantHeap:
-    """The best candidate of every tenant, as a heap. Only tenants that have changed are asked again.
+    """A heap of the best candidate of every tenant. Only changed tenants are evaluated again.
 
-    A key can grow by itself, as the counter of a tenant does, and never falls: an entry with an old key is put back
-    when it comes to the top. A tenant that only waits costs nothing.
+    Keys never fall, but they can grow at any time, like the counter of a tenant. An entry with an old key is updated
+    when it reaches the top. A tenant without changes costs nothing.
 
     Invariant: for every tenant that is not in `_changed`, the candidate with the least key that may start has its entry
     in `_entries` and in `_heap`. An entry of `_heap` that is not in `_entries` is dead.
@@ -118,7 +120,7 @@ class TenantHeap:
         self._changed: dict[Any, None] = {}
 
     def change(self, tenant: Any) -> None:
-        """Ask the tenant again: its line has changed, or other requests of it may start."""
+        """Mark a tenant as changed: its line has changed, or other requests of it may start."""
         self._changed[tenant] = None
 
     def forget(self, tenant: Any) -> None:
@@ -128,7 +130,7 @@ class TenantHeap:
         self._sweep()
 
     def first(self, key: Callable[[Sequence], Any], may_start: Callable[[Sequence], bool]) -> Sequence | None:
-        """The candidate with the least key that may start, or None."""
+        """Return the candidate with the least key that may start, or None."""
         while True:
             for tenant in self._changed:
                 self._ask(tenant, key, may_start)
@@ -160,9 +162,9 @@ class TenantHeap:
 
 
 class WaitingQueue:
-    """All requests that wait, preempted ones (`preempted`, by id) and deferred ones included.
+    """All waiting requests, including preempted requests (`preempted`, by id) and deferred requests.
 
-    No request starves: after `max_wait_steps` steps it goes before all later requests, whatever the policy.
+    No request starves: after `max_wait_steps` steps it goes before all later requests, with every policy.
 
     Invariant: each request is in the line of its tenant, or, while it `_awaits` a leader, among the leader's followers.
     """
@@ -181,7 +183,7 @@ class WaitingQueue:
         return self._size
 
     def push(self, seq: Sequence) -> None:
-        """Add `seq`, which does not wait yet."""
+        """Add `seq`, which is not in the queue."""
         self._size += 1
         if seq.state is SeqState.PREEMPTED:
             self.preempted[seq.id] = seq
@@ -205,14 +207,16 @@ class WaitingQueue:
             seq._awaits = None
 
     def defer(self, seq: Sequence, leader: Sequence, until: int) -> None:
-        """Let others pass `seq` until `resume` finds that `leader` has read `until` tokens."""
+        """Let other requests pass `seq` until `leader` has processed `until` tokens, which `resume` checks."""
         self._step_out(seq)
         seq._awaits = leader, until
         self._follow(seq, leader, until)
 
     def resume(self, now: int, will_publish: Callable[[Sequence], bool]) -> None:
-        """Put deferred requests back into line: when their leader has read the tokens that they share, when it will not
-        publish them, or when they have waited so long that no request may overtake them. O(leaders) if there are none.
+        """Return deferred requests to their lines.
+
+        This happens if the leader has processed the shared tokens, if the leader will not publish them, or if the
+        request has waited so long that no other request may overtake it. O(leaders) if no request returns.
         """
         if not self._followers:
             return
@@ -231,14 +235,14 @@ class WaitingQueue:
                     self._line_up(seq)
 
     def change(self, tenant: Any) -> None:
-        """Other requests of the tenant may start than before."""
+        """Note that different requests of the tenant may start now."""
         if tenant in self._lines:
             self._best.change(tenant)
-            if self._max_wait is not None:  # without a bound the oldest is never asked for
+            if self._max_wait is not None:  # `_oldest` is used only with a bound
                 self._oldest.change(tenant)
 
     def peek(self, facts: Facts, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
-        """The next request in step `now` that `may_start`, or None."""
+        """Return the next request in step `now` that may start, or None."""
         if self._max_wait is not None:
             oldest = self._oldest.first(by_id, may_start)
             if oldest is not None and self.is_aged(oldest, now):
@@ -250,11 +254,11 @@ class WaitingQueue:
         return min(heads, key=lambda seq: policy.key(seq, facts), default=None)
 
     def is_aged(self, seq: Sequence, now: int) -> bool:
-        """True when `seq` has waited so long that no later request may overtake it."""
+        """Return true if `seq` has waited so long that no later request may overtake it."""
         return self._max_wait is not None and now - seq._arrived >= self._max_wait
 
     def summary(self) -> dict[str, Any]:
-        """What `Scheduler.check` compares with a queue made anew from the sequences."""
+        """Return the values that `Scheduler.check` compares with a queue rebuilt from the sequences."""
         lines = self._lines.items()
         return {
             "waiting requests": {tenant: sorted(line.live) for tenant, line in lines},

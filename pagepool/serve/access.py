@@ -1,4 +1,4 @@
-"""Decides which requests are answered: by Host, Origin, media type and API key."""
+"""Accept or refuse HTTP requests by Host, Origin, media type and API key."""
 
 from __future__ import annotations
 
@@ -20,12 +20,20 @@ OPEN_PATHS = {"/health"}  # for probes, which have no key
 
 
 class Access:
-    """ASGI middleware that refuses requests before their body is read.
+    """ASGI middleware that refuses a request before its body is read.
 
-    api_keys   the tenant of each API key; empty: no key is needed. The tenant is `state.tenant` of the request
-    hosts      names that Host may have, beside "localhost" and IP addresses; None or "*": any. A page of another site
-               can have its own name point to this machine, but it cannot choose the name in Host
-    origins    what Origin may be; None or "*": anything. Browsers send it for the pages of other sites
+    Parameters
+    ----------
+    app : ASGI application
+        Gets the accepted requests. Their `state.tenant` is the tenant of the API key, or None.
+    api_keys : mapping of str to str
+        The tenant of each API key. Empty: requests need no key.
+    hosts : iterable of str or None
+        Accepted names in the Host header, in addition to "localhost" and IP addresses. None or "*": any name.
+        The check stops DNS rebinding: another site can resolve its name to this machine, but the browser still sends
+        that name in Host.
+    origins : iterable of str or None
+        Accepted values of the Origin header, which browsers send with requests from other sites. None or "*": any.
     """
 
     def __init__(
@@ -51,7 +59,7 @@ class Access:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Any) -> str | None:
-        """The tenant of a request, or None. Raises `RequestError` for one that is refused."""
+        """Return the tenant of a request, or None. Raises `RequestError` if the request is refused."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not self._is_allowed(name_of(host)):
@@ -76,19 +84,19 @@ class Access:
         return True
 
     def _tenant(self, authorization: str) -> str | None:
-        """The tenant of the key in the header. It takes as long for any key."""
+        """Return the tenant of the key in the Authorization header. Takes the same time for every key."""
         if not self._keys:
             return None
         kind, _, key = authorization.partition(" ")
         given = sha256(key.strip().encode("latin-1")).digest()
         found = [tenant for known, tenant in self._keys if compare_digest(known, given)]
         if kind.lower() != "bearer" or not found:
-            raise RequestError(401, "the request needs Authorization: Bearer with a known API key", "invalid_api_key")
+            raise RequestError(401, "missing or unknown API key: send Authorization: Bearer KEY", "invalid_api_key")
         return found[0]
 
 
 def name_of(host: str) -> str:
-    """The name or address in a Host header, without its port.
+    """Return the name or address in a Host header, without the port.
 
     >>> name_of("Example.org.:8000"), name_of("[::1]:8000"), name_of("127.0.0.1")
     ('example.org', '::1', '127.0.0.1')
@@ -99,7 +107,7 @@ def name_of(host: str) -> str:
 
 
 def salt_of(tenant: str | None, salt: str | None) -> str | None:
-    """The cache salt of a request: tenants do not share prefixes, whatever salt their requests name."""
+    """Return the cache salt of a request. Different tenants get different salts, so they never share prefixes."""
     if tenant is None:
         return salt
     return sha256(f"{len(tenant)} {tenant} {'' if salt is None else 'salt ' + salt}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The ASGI app: OpenAI's completions and chats over an engine. Needs the extra `serve`."""
+"""The ASGI app: OpenAI's completions and chat completions over an engine. Needs the extra `serve`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from pagepool.serve.token_texts import TokenTexts
 __all__ = ["create_app"]
 
 LARGE_BODY_BYTES = 256 << 10  # a larger body is parsed outside the event loop
-MAX_PROMPT_REPORTED = 1 << 18  # log probabilities of the prompts of one request: about 100 MiB
+MAX_PROMPT_REPORTED = 1 << 18  # prompt log probabilities per HTTP request: about 100 MiB
 Found = TypeVar("Found")
 
 
@@ -75,28 +75,52 @@ def create_app(
 ) -> Starlette:
     """Return an ASGI app that serves an engine. The caller closes the engine.
 
-    model                the name under which clients ask for it
-    max_prompt_tokens    longer prompts get status 400; None: what the model and the pool have room for
-    max_requests         choices that run, wait or are tokenized; more get status 429
-    timeout              seconds after which a request that has not ended gets status 503 and is cancelled
-    api_keys             the tenant of each API key. The scheduler gets the tenant, and tenants share no prefixes. None:
-                         no key is needed
-    allowed_hosts        names in Host that are answered, beside "localhost" and IP addresses; None: all
-    allowed_origins      what is answered of Origin, which browsers send, with CORS headers; None: all, without them
-    priorities           the lowest and the highest priority that a request may name
-    shows_cached_tokens  whether the usage says how many tokens of a prompt the prefix cache had, which tells a client
-                         what others have sent
+    Parameters
+    ----------
+    engine : TextEngine
+        Runs the requests, usually an `Engine`.
+    model : str
+        Name of the model in requests and answers.
+    max_prompt_tokens : int, optional
+        Most tokens of a prompt. Longer prompts get status 400. Default: the limit of the model and the pool.
+    max_requests : int
+        Most choices that run, wait or are being tokenized. Requests for more get status 429.
+    timeout : float
+        Seconds that a request may take. After that it is cancelled and gets status 503.
+    api_keys : mapping of str to str, optional
+        The tenant of each API key. The scheduler gets the tenant, and tenants do not share prefixes. Default: requests
+        need no key.
+    allowed_hosts : iterable of str, optional
+        Accepted names in the Host header, in addition to "localhost" and IP addresses. Default: all.
+    allowed_origins : iterable of str, optional
+        Accepted values of the Origin header; their answers have CORS headers. Default: all, without CORS headers.
+    priorities : tuple of two ints
+        The lowest and the highest priority that a request may have.
+    shows_cached_tokens : bool
+        Report in the usage how many tokens of the prompt were in the prefix cache. This tells a client something about
+        the prompts of other clients.
 
-    `app.state.stop()` ends all requests with status 503, and streams with an error as their last event. It is called
-    in the event loop.
+    Returns
+    -------
+    Starlette
+        The app. `app.state.stop()` must be called in the event loop. It ends all requests with status 503 and all
+        streams with an error as their last event.
 
-    A client that disconnects cancels its request. The header `X-Request-Id` is the `request_id` of its choices, with
-    "/" and their number behind it where there are several. While the engine drains, requests get status 503. Every
-    error is JSON, as OpenAI's clients read it. Clients do not see the text of an exception: it is logged with an id,
-    the header's or a new one, and the error names the id.
+    Raises
+    ------
+    ImportError
+        If starlette or prometheus_client is missing.
+    ValueError
+        If `SamplingParams` refuses the sampling defaults of the engine.
 
-    Raises ImportError where starlette or prometheus_client is missing, and ValueError for sampling defaults of the
-    engine that are no `SamplingParams`.
+    Notes
+    -----
+    A request is cancelled when its client disconnects. The header `X-Request-Id` becomes the `request_id` of the
+    generation. A request for several choices appends "/" and the number of the choice. While the engine drains,
+    requests get status 503.
+
+    Errors are JSON objects in OpenAI's format. Clients never see the text of an unexpected exception. It is logged with
+    the request id (from the header, or a new one), and the error names this id.
     """
     server = Server(engine, model, max_prompt_tokens, max_requests, timeout, priorities, shows_cached_tokens)
     routes = [
@@ -127,7 +151,7 @@ def create_app(
 
 
 async def read(http: HttpRequest, reading: Callable[[dict[str, Any]], Found]) -> Found:
-    """What `reading` makes of the object of a body. A large body is read outside the event loop."""
+    """Read the body of a request and return `reading(object)`. A large body is parsed outside the event loop."""
     body = await read_all(http)
     if len(body) > LARGE_BODY_BYTES:
         return await asyncio.to_thread(lambda: reading(read_body(body)))
@@ -160,11 +184,11 @@ class Server:
         self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
         self._places = Places(engine, max_requests)
         self._stopping = asyncio.Event()
-        self._runs: set[Run] = set()  # that have not ended
+        self._runs: set[Run] = set()  # runs that have not ended
         self._created = int(time())
 
     def stop(self) -> None:
-        """End all requests. Called in the event loop."""
+        """End all requests. Must be called in the event loop."""
         self._stopping.set()
         for run in list(self._runs):
             run.cancel()
@@ -187,7 +211,7 @@ class Server:
         return JSONResponse(self._model_object())
 
     async def health(self, http: HttpRequest) -> Response:
-        """GET /health: status 503 when no requests are taken."""
+        """GET /health: status 503 if the engine accepts no requests."""
         if self._engine.is_accepting:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable"}, 503)
@@ -202,7 +226,7 @@ class Server:
         return JSONResponse({"version": __version__})
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        """POST /tokenize: the tokens of a prompt or of a chat, as vLLM has it."""
+        """POST /tokenize: the token ids of a prompt or a chat, as in vLLM."""
         request = await read(http, read_tokenize)
         self._check_model(request.model)
         encode: Callable[..., list[int]] = partial(
@@ -218,7 +242,7 @@ class Server:
         return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        """POST /detokenize: the text of tokens, as vLLM has it."""
+        """POST /detokenize: the text of token ids, as in vLLM."""
         vocab_size = self._engine.encoder.vocab_size
         model, tokens = await read(http, lambda body: read_detokenize(body, vocab_size))
         self._check_model(model)
@@ -234,7 +258,8 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
-            raise RequestError(404, f"there is no model {name!r}, only {self._model!r}", "model_not_found", "model")
+            sentence = f"model {name!r} does not exist: this server has {self._model!r}"
+            raise RequestError(404, sentence, "model_not_found", "model")
 
     def _check_priority(self, priority: int) -> None:
         low, high = self._priorities
@@ -271,7 +296,11 @@ class Server:
         return await asyncio.to_thread(lambda: JSONResponse(answer.all(generations, tokens)))
 
     async def _finish(self, http: HttpRequest, work: Coroutine[Any, Any, Found]) -> Found:
-        """What `work` returns. It is cancelled when the client has left or the server stops, which is raised."""
+        """Return the result of `work`.
+
+        If the client disconnects or the server stops first, `work` is cancelled, and `ClientDisconnect` or
+        `RequestError` is raised.
+        """
 
         async def left() -> None:
             while (await http.receive())["type"] != "http.disconnect":
@@ -292,18 +321,18 @@ class Server:
 
     @property
     def _most_tokens(self) -> int | None:
-        """The most tokens of a prompt."""
+        """Most tokens of a prompt: the lower of the limits of the server and the engine."""
         limits = [self._max_prompt_tokens, self._engine.max_prompt_tokens]
         return min((limit for limit in limits if limit is not None), default=None)
 
     async def _encode(self, encode: Any, prompt: Any) -> list[int]:
-        """The tokens of a prompt, by one of the threads that tokenize. Raises `RequestRejected`."""
+        """Tokenize a prompt in one of the tokenizer threads. Raises `RequestRejected`."""
         loop, most = asyncio.get_running_loop(), self._most_tokens
         tokens: list[int] = await loop.run_in_executor(self._encoding, encode, prompt, most)
         return tokens
 
     async def _prompt_texts(self, request: Request) -> list[str]:
-        """The texts of the prompts. Those of token ids are decoded by one of the threads that tokenize."""
+        """Return the texts of the prompts. Token ids are decoded in one of the tokenizer threads."""
         loop, tokenizer = asyncio.get_running_loop(), self._engine.tokenizer
         found = []
         for prompt in request.prompts:
@@ -314,10 +343,10 @@ class Server:
         return found
 
     async def _start(self, request: Request, request_id: str | None) -> list[Generation]:
-        """Hand all choices of all prompts to the engine. Raises `RequestError`; then none of them runs."""
+        """Submit all choices of all prompts to the engine. If this raises `RequestError`, no choice runs."""
         if not self._engine.is_accepting:
             reason = "it is shutting down" if self._engine.failure is None else "the engine has failed"
-            raise RequestError(503, f"the server takes no more requests: {reason}")
+            raise RequestError(503, f"the server accepts no requests: {reason}")
         loop = asyncio.get_running_loop()
         encode = self._engine.encoder.encode_chat if request.is_chat else self._engine.encoder.encode
         waiting = self._places.take(len(request.prompts) * request.n)
@@ -332,8 +361,9 @@ class Server:
             if request.params.prompt_logprobs is not None:
                 reported = sum(map(len, prompts)) * request.n * (request.params.prompt_logprobs + 1)
                 if reported > MAX_PROMPT_REPORTED:
-                    sentence = f"a request may have up to {MAX_PROMPT_REPORTED} log probabilities of prompts"
-                    raise RequestError(400, f"{sentence}, not {reported}", param="prompt_logprobs")
+                    sentence = "prompt_logprobs: prompt tokens times n times (prompt_logprobs + 1) must be at most"
+                    sentence = f"{sentence} {MAX_PROMPT_REPORTED}, not {reported}"
+                    raise RequestError(400, sentence, param="prompt_logprobs")
             if words := request.params.bad_words:
                 ids = await loop.run_in_executor(self._encoding, self._engine.bad_word_ids, words)
                 request.params = replace(request.params, bad_words=ids)
@@ -353,7 +383,7 @@ class Server:
         try:
             for tokens in prompts:
                 for number in range(request.n):
-                    # Choices of one prompt differ.
+                    # Without different seeds, all choices of a prompt would be equal.
                     params = replace(request.params, seed=None if seed is None else seed + number)
                     if request.cuts_length:
                         room = self._engine.max_new_tokens(len(tokens))

@@ -1,4 +1,4 @@
-"""Connections of uvicorn that are closed when their client does not send or does not read. Needs uvicorn."""
+"""HTTP connections with timeouts for clients that do not send or do not read. Needs uvicorn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 __all__ = ["Connection"]
 
-HEADER_SECONDS = 20.0  # from the connection, or the first byte of a request, until its headers are complete
-WRITE_SECONDS = 30.0  # in which a client reads something
+HEADER_SECONDS = 20.0  # from opening a connection, or the first byte of a request, to the end of its headers
+WRITE_SECONDS = 30.0  # a client must read at least one byte in this time
 BODY = b'{"error":{"message":"too many connections","type":"server_error","param":null,"code":null}}'
 TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: %d\r\nretry-after: 1\r\n"
@@ -19,9 +19,12 @@ TOO_MANY = (
 
 
 class Connection(AutoHTTPProtocol):
-    """A connection.
+    """An HTTP connection of uvicorn that is closed if its client is too slow.
 
-    most  connections at a time; a further one gets status 503 and is closed
+    Parameters
+    ----------
+    most : int
+        Most open connections of the server. Another connection gets status 503 and is closed.
     """
 
     def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:
@@ -40,7 +43,7 @@ class Connection(AutoHTTPProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:  # a request has come
+        if self.cycle is not None and not self.cycle.response_complete:  # the headers are complete
             self._stop_header_timer()
         elif self._header_timer is None and not self.transport.is_closing():
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self.transport.close)
@@ -66,7 +69,7 @@ class Connection(AutoHTTPProtocol):
             self._header_timer = None
 
     def _watch_writes(self) -> None:
-        """Close the connection, whatever is unsent, when nothing is read for `WRITE_SECONDS`."""
+        """Abort the connection, even with unsent bytes, if the client reads nothing for `WRITE_SECONDS`."""
         unsent = self.transport.get_write_buffer_size()
 
         def look() -> None:

@@ -1,4 +1,4 @@
-"""Reads HTTP requests, and answers those that fail."""
+"""Read HTTP requests and answer the failed ones."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ access_logger = logging.getLogger("pagepool.access")
 
 MAX_BODY_BYTES = 16 << 20
 MAX_ID_LENGTH = 256
-BODY_SECONDS = 60.0  # in which a body must come
+BODY_SECONDS = 60.0  # the whole body must arrive in this time
 
 
 def read_id(http: HttpRequest) -> str | None:
-    """The client's own id of a request, or None. Raises `RequestError` for one that is too long or not printable."""
+    """Return the request id that the client chose, or None. Raises `RequestError` if it is too long or unprintable."""
     found = http.headers.get("x-request-id")
     if found and len(found) > MAX_ID_LENGTH:
-        raise RequestError(400, f"X-Request-Id has {len(found)} characters, not up to {MAX_ID_LENGTH}")
+        raise RequestError(400, f"X-Request-Id must have at most {MAX_ID_LENGTH} characters, not {len(found)}")
     if found and not is_printable(found):
-        raise RequestError(400, f"X-Request-Id must be of printable ASCII characters, not {found!a}")
+        raise RequestError(400, f"X-Request-Id must contain only printable ASCII characters, not {found!a}")
     return found or None
 
 
 def log_name(http: HttpRequest) -> str:
-    """The name of a request in the log and in X-Request-Id of its answer: the client's own id, or a new one."""
+    """Return the id of a request in the log and in the X-Request-Id of its answer: the client's id, or a new one."""
     state = http.scope.setdefault("state", {})
     if "request_id" not in state:
         own = http.headers.get("x-request-id", "")
@@ -58,35 +58,35 @@ def log_name(http: HttpRequest) -> str:
 
 
 def is_printable(text: str) -> bool:
-    """Whether a text can stand in a line of a log."""
+    """Return true if a text can be part of a log line as it is."""
     return text.isascii() and text.isprintable()
 
 
 def printable(text: str) -> str:
-    """A client's text for a line of a log: control characters and what is not ASCII as escapes."""
+    """Escape control characters and non-ASCII characters in a client's text, for a log line."""
     return ascii(text)[1:-1]
 
 
 async def read_all(http: HttpRequest) -> bytes:
-    """The body. Raises `RequestError` when it is too large, before all of it is read, and when it comes too slowly."""
+    """Return the body. Raises `RequestError` as soon as the body is too large or too slow."""
     body = bytearray()
 
     async def read() -> None:
         async for part in http.stream():
             body.extend(part)
             if len(body) > MAX_BODY_BYTES:
-                raise RequestError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+                raise RequestError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
 
     try:
         await asyncio.wait_for(read(), BODY_SECONDS)
     except asyncio.TimeoutError:
-        sentence = f"the body did not come within {BODY_SECONDS:g} s: {len(body)} bytes came"
+        sentence = f"the body did not arrive within {BODY_SECONDS:g} s: got {len(body)} bytes"
         raise RequestError(408, sentence) from None
     return bytes(body)
 
 
 class Observer:
-    """ASGI middleware that counts responses by their status, gives them the id of their request and logs them."""
+    """ASGI middleware that counts responses by status, adds the request id to their headers and logs them."""
 
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -118,31 +118,31 @@ class Observer:
 
 
 async def on_disconnect(http: HttpRequest, error: ClientDisconnect) -> Response:
-    """Nobody gets it: the client has left."""
+    """Return a response that only the metrics and the log see: the client has disconnected."""
     return Response(status_code=499)
 
 
 async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
-    """The response to a request that is refused."""
+    """Return the response to a refused request."""
     headers = {}
     if error.status in (429, 503):
         headers = {"retry-after": "1"} if error.may_retry else {"x-should-retry": "false"}
     if error.status == 401:
         headers = {"www-authenticate": "Bearer"}
-    if error.status == 408:  # the rest of the body may come
+    if error.status == 408:  # the rest of the body may still arrive on this connection
         headers = {"connection": "close"}
     return JSONResponse(error_object(error), error.status, headers)
 
 
 async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
-    """The response to an unknown path or method."""
+    """Return the response to an unknown path or method."""
     message = f"{http.method} {http.url.path}: {error.detail}"
     return JSONResponse(error_object(RequestError(error.status_code, message)), error.status_code)
 
 
 async def on_failure(http: HttpRequest, error: Exception) -> Response:
-    """The response to an error that nobody expected."""
+    """Log an unexpected exception and return a response without its text."""
     name = log_name(http)
     path = printable(http.url.path)
     logger.error("%s %s failed for the request %s", http.method, path, name, exc_info=error)
-    return JSONResponse(error_object(RequestError(500, f"the server failed: its log names the request {name}")), 500)
+    return JSONResponse(error_object(RequestError(500, f"internal error: see request {name} in the server's log")), 500)

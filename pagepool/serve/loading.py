@@ -1,4 +1,4 @@
-"""Answers while the model is being loaded. Needs starlette."""
+"""Answer requests while the model is being loaded. Needs starlette."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Loading"]
 
 
 class Loading:
-    """An ASGI app that answers 503 until `app` is set, and hands everything to `app` then."""
+    """An ASGI app that answers 503 until `app` is set, and passes all requests to `app` from then on."""
 
     def __init__(self) -> None:
         self.app: Any = None

@@ -1,4 +1,4 @@
-"""What `/metrics` shows, beside what `PagepoolCollector` reads: requests, tokens and latencies."""
+"""The metrics of `/metrics`: requests, tokens, latencies and the memory metrics of `PagepoolCollector`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """The metrics of one app, in a registry of its own."""
+    """The metrics of one app, in a Prometheus registry of its own."""
 
     def __init__(self, engine: TextEngine) -> None:
         self._engine = engine
@@ -32,7 +32,7 @@ class Metrics:
         self._between = self._histogram("time_per_output_token_seconds", "Mean time between the tokens of a request.")
 
     def ended(self, generation: Generation, began: float) -> None:
-        """A generation has ended whose request came at this time of `monotonic()`."""
+        """Count a generation that has ended. `began` is the time of its HTTP request, by `monotonic()`."""
         first, ended = generation.first_token_at, generation.ended_at
         if generation.scheduled_at is not None:
             self._queue.observe(generation.scheduled_at - generation.submitted_at)
@@ -44,12 +44,12 @@ class Metrics:
                 self._between.observe((ended - first) / (len(generation.token_ids) - 1))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         found: bytes = generate_latest(self._registry)
         return found
 
     def collect(self) -> Iterator[Any]:
-        """The metric families of the engine's counters; prometheus_client calls this at each scrape."""
+        """Yield the metric families of the engine's counters. prometheus_client calls this at each scrape."""
         stats = self._engine.stats()
         requests = CounterMetricFamily("pagepool:requests", "Requests that have ended, by reason.", labels=["reason"])
         for reason, count in stats["ended"].items():
@@ -57,7 +57,7 @@ class Metrics:
         yield requests
         yield CounterMetricFamily("pagepool:prompt_tokens", "Tokens of prompts.", value=stats["prompt_tokens"])
         yield CounterMetricFamily("pagepool:generation_tokens", "Generated tokens.", value=stats["generated_tokens"])
-        text = "Tokens of prompts that the prefix cache had."
+        text = "Tokens of prompts that were in the prefix cache."
         yield CounterMetricFamily("pagepool:prompt_tokens_cached", text, value=stats["cached_tokens"])
 
     def _histogram(self, name: str, meaning: str) -> Histogram:

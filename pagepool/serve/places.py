@@ -1,4 +1,4 @@
-"""Counts the choices that run, wait or are tokenized, and refuses more than a limit."""
+"""Limit the number of choices that run, wait or are being tokenized."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ __all__ = ["Places", "Waiting"]
 
 
 class Places:
-    """Counts the choices that run, wait or are tokenized, up to a limit."""
+    """Counts the choices that run, wait or are being tokenized, up to a limit."""
 
     def __init__(self, engine: TextEngine, limit: int) -> None:
         self.engine, self.limit = engine, limit
         self.lock = Lock()
-        self.num_waiting = 0  # choices that the engine has not got yet
+        self.num_waiting = 0  # choices that are not submitted to the engine yet
 
     def take(self, count: int) -> Waiting:
-        """Count `count` more choices. Raises `RequestError` when they pass the limit."""
+        """Count `count` more choices. Raises `RequestError` if this would exceed the limit."""
         if count > self.limit:
-            raise RequestError(400, f"a request may have up to {self.limit} choices, not {count}", param="n")
+            raise RequestError(400, f"prompts times n must be at most {self.limit} choices, not {count}", param="n")
         with self.lock:
             running = self.engine.num_requests + self.num_waiting
             if running + count > self.limit:
-                sentence = f"{running} requests run and wait, {count} more pass the limit of {self.limit}"
+                sentence = f"the server is full: {running} requests run or wait, {count} more exceed {self.limit}"
                 raise RequestError(429, sentence)
             self.num_waiting += count
         return Waiting(self, count)
 
 
 class Waiting:
-    """The choices of one HTTP request that the engine has not got yet."""
+    """The choices of one HTTP request that are not submitted to the engine yet."""
 
     def __init__(self, places: Places, count: int) -> None:
         self._places, self._count = places, count
 
     @contextmanager
     def hand_over(self) -> Iterator[None]:
-        """While the engine gets one choice. Raises `ClientDisconnect` after `end`."""
+        """Hold the lock while one choice is submitted to the engine. Raises `ClientDisconnect` after `end`."""
         with self._places.lock:
             if self._count == 0:
                 raise ClientDisconnect
@@ -52,7 +52,7 @@ class Waiting:
             self._places.num_waiting -= 1
 
     def end(self) -> None:
-        """The engine gets no more of them."""
+        """Stop counting the choices that were not submitted."""
         with self._places.lock:
             self._places.num_waiting -= self._count
             self._count = 0

@@ -1,4 +1,4 @@
-"""OpenAI's requests for completions and chats: read and checked; and the objects of the answers."""
+"""OpenAI's completions and chat completions: read and check the requests, build the JSON of the answers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
-MAX_REPORTED = 512  # n times the log probabilities of a token: those of its choices at one place
-LEAST_LOGPROB = -9999.0  # for -inf, which JSON lacks
-DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI's and vLLM's; a chat may go on to the model's length
-# What only labels a request.
+MAX_REPORTED = 512  # most log probabilities at one token position, over all n choices
+LEAST_LOGPROB = -9999.0  # replaces -inf, which JSON does not have
+DEFAULT_MAX_TOKENS = 16  # for completions, as in OpenAI and vLLM; chats have no default limit
+# Parameters that only label a request.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# What is refused unless it asks for nothing: the values that do so, None among them. OpenAI's parameters, then vLLM's
-# and llama-server's.
+# Parameters that are not supported, with the values that change nothing. These values and null are accepted, all other
+# values are refused. First the parameters of OpenAI, then of vLLM, then of llama-server.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
@@ -79,7 +79,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "return_tokens": (False,),
     "timings_per_token": (False,),
 }
-# What `SamplingParams` takes as it is.
+# Parameters that are passed to `SamplingParams` unchanged.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -93,9 +93,18 @@ KNOWN = {False: {*COMMON, "prompt", "echo"}, True: {*COMMON, "messages", "max_co
 
 
 class RequestError(Exception):
-    """A request that is refused: an HTTP status, a sentence, and OpenAI's `code` and `param`.
+    """A refused request.
 
-    may_retry  of status 429 and 503: whether a client should send it again
+    Parameters
+    ----------
+    status : int
+        HTTP status.
+    message : str
+        One sentence for the client.
+    code, param : str, optional
+        `code` and `param` of OpenAI's error object.
+    may_retry : bool
+        For status 429 and 503: tell the client that it may send the request again.
     """
 
     def __init__(
@@ -107,7 +116,7 @@ class RequestError(Exception):
 
 
 def error_object(error: RequestError) -> dict[str, Any]:
-    """The JSON of an error, as OpenAI's clients read it."""
+    """Return the error object that OpenAI's clients read."""
     kinds = {404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
@@ -115,16 +124,32 @@ def error_object(error: RequestError) -> dict[str, Any]:
 
 @dataclass
 class Request:
-    """A request that was read.
+    """A checked request for completions or a chat completion.
 
-    prompts         texts or lists of token ids; of a chat its messages, alone
-    is_chat, stream, include_usage  what is asked for
-    n               choices of each prompt
-    echo            whether each choice begins with its prompt
-    shows_prompt_logprobs  whether choices have the log probabilities of their prompt's tokens
-    cuts_length     whether `params.max_new_tokens` is a default, which is cut to the room that there is
-    params          how tokens are chosen, and when each text ends
-    options         `priority` and `cache_salt` of `Engine.submit`, as far as they are given
+    Attributes
+    ----------
+    prompts : list
+        Texts or lists of token ids. For a chat: one entry, the list of its messages.
+    is_chat : bool
+        A chat completion.
+    model : str or None
+        The requested model.
+    n : int
+        Number of choices for each prompt.
+    stream : bool
+        Answer with server-sent events.
+    include_usage : bool
+        End the stream with the usage.
+    echo : bool
+        Begin each choice with its prompt.
+    shows_prompt_logprobs : bool
+        Report the log probabilities of the prompt's tokens in each choice.
+    cuts_length : bool
+        `params.max_new_tokens` is the default, so it is reduced if the model or the pool has less room.
+    params : SamplingParams
+        Sampling parameters and stop conditions.
+    options : dict
+        `priority` and `cache_salt` for `Engine.submit`, if the request has them.
     """
 
     prompts: list[Any]
@@ -141,32 +166,47 @@ class Request:
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """The object of a request's body. Raises `RequestError` for what is no UTF-8, no JSON or no object."""
+    """Parse the body of a request. Raises `RequestError` if it is not a JSON object in UTF-8."""
     try:
         found = json.loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RequestError(400, f"the body is not UTF-8, from byte {error.start} on") from None
+        raise RequestError(400, f"the body is not UTF-8: byte {error.start} is invalid") from None
     except ValueError as error:
         raise RequestError(400, f"the body is not JSON: {error}") from None
     except RecursionError:
-        raise RequestError(400, "the body is not JSON that can be read: it is nested too deeply") from None
+        raise RequestError(400, "the body cannot be parsed: its JSON is nested too deeply") from None
     if not isinstance(found, dict):
         raise RequestError(400, f"the body must be a JSON object, not {type(found).__name__}")
     return found
 
 
 def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, Any] | None = None) -> Request:
-    """Read the object of a request. Raises `RequestError` for what is missing, wrong, unknown or not supported.
+    """Check the body of a request for completions or a chat completion.
 
-    defaults  of sampling parameters, in place of OpenAI's
+    Parameters
+    ----------
+    body : mapping
+        The JSON object.
+    is_chat : bool
+        A chat completion.
+    defaults : mapping, optional
+        Defaults of sampling parameters that replace OpenAI's.
 
-    `Engine.submit` checks the prompts.
+    Returns
+    -------
+    Request
+        `Engine.submit` checks its prompts later.
+
+    Raises
+    ------
+    RequestError
+        If a parameter is missing, wrong, unknown or not supported.
     """
     given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
         if given.get(choice) == "none":
             given.pop(tools, None)
-    # A prompt gets special tokens from the tokenizer, a chat from its template.
+    # The tokenizer adds special tokens to a prompt. The chat template adds them to a chat.
     neutral = {**UNSUPPORTED, "add_special_tokens": (not is_chat,)}
     if is_chat:
         neutral["echo"] = (False,)
@@ -177,7 +217,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
     if unknown:
         raise RequestError(400, f"unknown parameter: {', '.join(unknown)}", "unknown_parameter", unknown[0])
     options = _typed(given, "stream_options", dict, {})
-    _typed(options, "continuous_usage_stats", bool, False)  # ignored: the usage comes last
+    _typed(options, "continuous_usage_stats", bool, False)  # only the type is checked: usage is sent once, at the end
     request = Request(
         prompts=[_messages(given)] if is_chat else _prompts(given),
         is_chat=is_chat,
@@ -191,14 +231,14 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
     if not 1 <= request.n <= MAX_CHOICES:
         raise RequestError(400, f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
     if request.stream and request.shows_prompt_logprobs:
-        raise RequestError(400, "prompt_logprobs are not supported with stream", param="prompt_logprobs")
+        raise RequestError(400, "prompt_logprobs is not supported with stream", param="prompt_logprobs")
     limit = _max_tokens(given, is_chat, may_be_0=request.echo or request.shows_prompt_logprobs)
     request.cuts_length = not is_chat and limit is None
     if request.cuts_length:
         limit = DEFAULT_MAX_TOKENS
     least = _typed(given, "min_tokens", int, 0)
     if limit is not None and least > limit:
-        sentence = f"min_tokens must be at most max_tokens, which is {limit}, not {least}"
+        sentence = f"min_tokens must be at most max_tokens ({limit}), not {least}"
         raise RequestError(400, sentence, param="min_tokens")
     sampling = {"temperature": 1.0, **(defaults or {}), **{name: given[name] for name in SAMPLING if name in given}}
     logprobs = _logprobs(given, is_chat)
@@ -213,7 +253,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
         raise RequestError(400, str(error), param=next(named, None)) from None
     reported = request.n * (max(logprobs or 0, of_prompt or 0) + 1)
     if reported > MAX_REPORTED:
-        sentence = f"n times the log probabilities of a token may be up to {MAX_REPORTED}, not {reported}"
+        sentence = f"n times (logprobs + 1) must be at most {MAX_REPORTED}, not {reported}"
         raise RequestError(400, sentence, param="n")
     if "priority" in given:
         request.options["priority"] = _typed(given, "priority", int, 0)
@@ -224,7 +264,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
 
 @dataclass
 class TokenizeRequest:
-    """A request for the tokens of `prompt`, a text or the messages of a chat."""
+    """A checked request of `/tokenize`. `prompt` is a text or the messages of a chat."""
 
     prompt: Any
     is_chat: bool
@@ -233,7 +273,7 @@ class TokenizeRequest:
 
 
 def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
-    """Read the object of a request for tokens. Raises `RequestError`."""
+    """Check the body of a `/tokenize` request. Raises `RequestError`."""
     is_chat = "messages" in body
     names = {"messages", "model"} if is_chat else {"prompt", "model", "add_special_tokens"}
     neutral = {"return_token_strs": False, "add_generation_prompt": True}
@@ -253,18 +293,18 @@ def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
 
 
 def read_detokenize(body: Mapping[str, Any], vocab_size: int) -> tuple[str | None, list[int]]:
-    """The model and the tokens of a request for their text. Raises `RequestError`."""
+    """Check the body of a `/detokenize` request and return its model and token ids. Raises `RequestError`."""
     tokens = body.get("tokens")
     if not isinstance(tokens, list) or not _are_ids(tokens):
         raise RequestError(400, "tokens must be a list of token ids", param="tokens")
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise RequestError(400, f"a token must be from 0 to {vocab_size - 1}, not {token}", param="tokens")
+            raise RequestError(400, f"tokens must be from 0 to {vocab_size - 1}, not {token}", param="tokens")
     return _typed(body, "model", str, None), tokens
 
 
 def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """The value of a parameter, which must be of this type."""
+    """Return the value of a parameter. Raises `RequestError` if it is not of this type."""
     value = given.get(name)
     if value is None:
         return default
@@ -274,7 +314,7 @@ def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any
 
 
 def _logit_bias(given: Mapping[str, Any]) -> dict[int, Any]:
-    """What is added to logits, by token id: the names of a JSON object are texts."""
+    """Return the logit bias by token id. The names in a JSON object are strings, so they are converted to int."""
     found = {}
     for name, value in _typed(given, "logit_bias", dict, {}).items():
         if not (name.isascii() and name.isdigit() and len(name) < 20):
@@ -284,7 +324,7 @@ def _logit_bias(given: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _bad_words(given: Mapping[str, Any]) -> list[str]:
-    """Words that must not come."""
+    """Return the words that must not be generated."""
     words: list[Any] = _typed(given, "bad_words", list, [])
     if not all(isinstance(word, str) for word in words):
         raise RequestError(400, "bad_words must be a list of texts", param="bad_words")
@@ -292,7 +332,7 @@ def _bad_words(given: Mapping[str, Any]) -> list[str]:
 
 
 def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
-    """How many of the most likely tokens are reported with each, or None."""
+    """Return how many of the most likely tokens are reported with each token, or None."""
     if not is_chat:
         count: int | None = _typed(given, "logprobs", int, None)
         return count
@@ -305,14 +345,14 @@ def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
 
 
 def _prompt_logprobs(given: Mapping[str, Any], echo: bool, logprobs: int | None, limit: int | None) -> int | None:
-    """How many of the most likely tokens are reported with each token of the prompt, or None."""
+    """Return how many of the most likely tokens are reported with each token of the prompt, or None."""
     own: int | None = _typed(given, "prompt_logprobs", int, None)
     counts = [count for count in (own, logprobs if echo else None) if count is not None]
     return max(counts) if counts else 0 if limit == 0 else None
 
 
 def _max_tokens(given: Mapping[str, Any], is_chat: bool, may_be_0: bool) -> int | None:
-    """The limit that the client gave, or None."""
+    """Return the token limit of the request, or None."""
     name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     limit: int | None = _typed(given, name, int, None)
     if limit is not None and limit < (0 if may_be_0 else 1):
@@ -322,7 +362,7 @@ def _max_tokens(given: Mapping[str, Any], is_chat: bool, may_be_0: bool) -> int 
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Any]:
-    """A text, a list of token ids, or a list of either, as a list of prompts."""
+    """Return the prompts as a list. The request has a text, a list of token ids, or a list of either."""
     prompt = given.get("prompt")
     if isinstance(prompt, str):
         return [prompt]
@@ -331,7 +371,7 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
             return [prompt]
         if all(isinstance(one, str) or (isinstance(one, list) and _are_ids(one)) for one in prompt):
             return prompt
-    sentence = "prompt must be a text, a list of token ids, or a list of these, and not empty"
+    sentence = "prompt must be a text, a list of token ids, or a list of these; it must not be empty"
     raise RequestError(400, sentence, param="prompt")
 
 
@@ -340,7 +380,7 @@ def _are_ids(values: list[Any]) -> bool:
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a chat, each content as one text."""
+    """Return the messages of a chat. The parts of a message's content are joined to one text."""
     messages = given.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError(400, "messages must be a list of at least 1 message", param="messages")
@@ -354,20 +394,27 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
             for part in parts
         ):
-            sentence = f"the content of messages[{number}] must be text: other kinds are not supported"
+            sentence = f"the content of messages[{number}] must be text: images and audio are not supported"
             raise RequestError(400, sentence, param="messages")
         found.append({**message, "content": "".join(part["text"] for part in parts)})
     return found
 
 
 class Answer:
-    """The objects that answer a request for completions.
+    """Builds the JSON objects that answer a request for completions.
 
-    model    the name of the model
-    texts    of single tokens
-    request  what is answered
-    prompts  the texts of its prompts, where it wants them back
-    shows_cached_tokens  whether the usage has the cached tokens of prompts
+    Parameters
+    ----------
+    model : str
+        Name of the model.
+    texts : TokenTexts
+        Texts of single tokens.
+    request : Request
+        The request that is answered.
+    prompts : sequence of str
+        The texts of its prompts, if the request has `echo`.
+    shows_cached_tokens : bool
+        Report cached prompt tokens in the usage.
     """
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
@@ -386,7 +433,7 @@ class Answer:
         self._common = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
     def all(self, generations: list[Generation], tokens: list[list[Token]]) -> dict[str, Any]:
-        """The whole answer, given the tokens of each choice."""
+        """Return the complete answer, given the tokens of each choice."""
         choices = []
         for index, (generation, row) in enumerate(zip(generations, tokens, strict=True)):
             prompt = self.prompt_of(index)
@@ -404,33 +451,33 @@ class Answer:
         return {**self._common, "object": self.whole, "choices": choices, "usage": self.usage(generations)}
 
     def prompt_of(self, index: int) -> str:
-        """The text with which a choice begins."""
+        """Return the prompt's text for a request with `echo`, else an empty text."""
         return self._prompts[index // self._n] if self._request.echo else ""
 
     def echo(self, index: int, generation: Generation) -> dict[str, Any]:
-        """The chunk of the prompt, when the generation has its log probabilities."""
+        """Return the chunk with the prompt. The generation must have the prompt's log probabilities, if requested."""
         logprobs = self.logprobs_of_prompt(generation) if self.has_logprobs else None
         return self.choice(index, self.delta(self.prompt_of(index)), logprobs, None)
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """The chunk before the first token of a choice, or None."""
+        """Return the chunk before the first token of a choice, or None."""
         return None
 
     def piece(self, index: int, token: Token, offset: int) -> dict[str, Any]:
-        """The chunk of one token; `offset`: the length of the text before it."""
+        """Return the chunk of one token. `offset` is the length of the text before it."""
         logprobs = self.logprobs([token], offset) if self.has_logprobs else None
         return self.choice(index, self.delta(token.text), logprobs, None)
 
     def last(self, index: int, reason: str | None) -> dict[str, Any]:
-        """The chunk that ends a choice."""
+        """Return the chunk that ends a choice."""
         return self.choice(index, self.delta(None), None, reason)
 
     def total(self, generations: list[Generation]) -> dict[str, Any]:
-        """The chunk with the usage of all choices."""
+        """Return the chunk with the usage of all choices."""
         return {**self._common, "object": self.chunk, "choices": [], "usage": self.usage(generations)}
 
     def usage(self, generations: list[Generation]) -> dict[str, Any]:
-        """Tokens of the prompts, each counted once, and of what was generated."""
+        """Return the token counts. Each prompt counts once, even with several choices."""
         prompts = generations[:: self._n]
         prompt = sum(generation.num_prompt_tokens for generation in prompts)
         completion = sum(len(generation.token_ids) for generation in generations)
@@ -441,20 +488,20 @@ class Answer:
         return found
 
     def choice(self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
-        """A chunk with one choice."""
+        """Return a chunk with one choice."""
         choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._common, "object": self.chunk, "choices": [choice]}
 
     def content(self, text: str) -> dict[str, Any]:
-        """A whole text within a choice."""
+        """Return the part of a choice that holds its complete text."""
         return {"text": text}
 
     def delta(self, text: str | None) -> dict[str, Any]:
-        """A piece of text within a choice; None: no more."""
+        """Return the part of a chunk that holds a piece of text. None marks the end of the text."""
         return {"text": text or ""}
 
     def logprobs(self, tokens: list[Token], offset: int) -> dict[str, Any]:
-        """The probabilities of tokens, in the form of completions."""
+        """Return the log probabilities of tokens, in the format of completions."""
         offsets = []
         for token in tokens:
             offsets.append(offset)
@@ -467,7 +514,7 @@ class Answer:
         }
 
     def logprobs_of_prompt(self, generation: Generation) -> dict[str, Any]:
-        """The same of the tokens of the prompt: the first one has none."""
+        """Return the log probabilities of the prompt's tokens, in the format of completions. The first one is None."""
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset, count = 0, self._request.params.logprobs or 0
         for token_id, token in zip(generation.prompt_token_ids, generation.prompt_logprobs or (), strict=True):
@@ -484,7 +531,7 @@ class Answer:
         return found
 
     def prompt_logprobs(self, generation: Generation) -> list[dict[str, Any] | None]:
-        """The probabilities of the prompt's tokens, in vLLM's form: None for the first one."""
+        """Return the log probabilities of the prompt's tokens, in vLLM's format. The first one is None."""
         found: list[dict[str, Any] | None] = []
         for token in generation.prompt_logprobs or ():
             if token is None:
@@ -501,7 +548,10 @@ class Answer:
         return found
 
     def _top(self, token: Token) -> dict[str, float | None]:
-        """The most likely tokens and the drawn one. Of tokens with the same text, the drawn or the likelier one."""
+        """Return the log probabilities of the most likely tokens and of the sampled token, by text.
+
+        If several tokens have the same text, the sampled token is kept, else the most likely one.
+        """
         found: dict[str, float | None] = {}
         for other, value in token.top_logprobs.items():
             found.setdefault(self._texts.text_of(other), _clamped(value))
@@ -510,13 +560,13 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """The objects that answer a request for a chat."""
+    """Builds the JSON objects that answer a request for a chat completion."""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def all(self, generations: list[Generation], tokens: list[list[Token]]) -> dict[str, Any]:
         found = super().all(generations, tokens)
-        if self._request.shows_prompt_logprobs:  # vLLM's chats have one prompt, and its log probabilities here
+        if self._request.shows_prompt_logprobs:  # as in vLLM, where a chat's answer has them outside its choices
             found["prompt_logprobs"] = found["choices"][0]["prompt_logprobs"]
             for choice in found["choices"]:
                 del choice["prompt_logprobs"]

@@ -1,4 +1,4 @@
-"""What runs for one HTTP request, and its stream of events."""
+"""The generations of one HTTP request, and its stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -23,12 +23,28 @@ __all__ = ["STOPPED", "EventStream", "Run", "events"]
 
 logger = logging.getLogger("pagepool")
 
-MAX_QUEUED = 64  # events of a stream that its client has not read
+MAX_QUEUED = 64  # most events of a stream that its client has not read
 STOPPED = "the request was aborted: the server is shutting down"
 
 
 class Run:
-    """The generations of one HTTP request, from `began` on: they end together at a deadline or a disconnect."""
+    """The generations of one HTTP request. A timeout or a disconnect cancels all of them.
+
+    Parameters
+    ----------
+    name : str
+        The request id, for the log.
+    generations : list of Generation
+        One for each choice.
+    began : float
+        Time of the request, by `monotonic()`.
+    timeout : float
+        Seconds from `began` until the generations are cancelled.
+    metrics : Metrics
+        Counts each generation that ends.
+    running : set of Run
+        Holds this object until it is cancelled.
+    """
 
     def __init__(
         self,
@@ -47,20 +63,20 @@ class Run:
         self._timer = asyncio.get_running_loop().call_later(began + timeout - monotonic(), self._expire)
 
     def cancel(self) -> None:
-        """Cancel what has not ended."""
+        """Cancel the generations that have not ended."""
         self._timer.cancel()
         self._running.discard(self)
         for generation in self.generations:
             generation.cancel()
 
     async def tokens_of(self, generation: Generation) -> AsyncIterator[Token]:
-        """Its tokens as they come. Raises `RequestError` when it does not end as it should."""
+        """Yield the tokens of a generation. Raises `RequestError` if it fails, times out or is aborted."""
         try:
             async for token in generation:
                 yield token
         except RuntimeError as error:
             logger.error("the request %s failed", self._name, exc_info=error.__cause__)
-            sentence = f"the generation failed: the server's log names the request {self._name}"
+            sentence = f"the generation failed: see request {self._name} in the server's log"
             raise RequestError(500, sentence) from error
         self._metrics.ended(generation, self._began)
         if generation.finish_reason == "abort":
@@ -68,7 +84,7 @@ class Run:
             raise RequestError(503, late if self._is_late else STOPPED, may_retry=not self._is_late)
 
     async def all_tokens(self) -> list[list[Token]]:
-        """The tokens of each generation, when all have ended."""
+        """Wait for all generations and return the tokens of each one."""
         found = []
         for generation in self.generations:
             found.append([token async for token in self.tokens_of(generation)])
@@ -80,7 +96,7 @@ class Run:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. However it ends, a client that has left included, what still runs is cancelled."""
+    """Server-sent events. When the stream ends for any reason, generations that still run are cancelled."""
 
     def __init__(self, run: Run, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -88,14 +104,14 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            with suppress(ClientDisconnect):  # the response has begun: there is nobody to tell
+            with suppress(ClientDisconnect):  # the response has begun, so no error response can be sent
                 await super().__call__(scope, receive, send)
         finally:
             self._run.cancel()
 
 
 async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
-    """The events of a stream: the chunks of all choices as they come, the usage if asked for, and the end."""
+    """Yield the events of a stream: the chunks of all choices, the usage if requested, and the end mark."""
     queue: asyncio.Queue[str | RequestError | None] = asyncio.Queue(MAX_QUEUED)
     usage = {"usage": None} if include_usage else {}
 
@@ -148,5 +164,5 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
 
 
 def event(data: dict[str, Any]) -> str:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"

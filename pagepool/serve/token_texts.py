@@ -1,4 +1,7 @@
-"""The text and the bytes of single tokens, which decoding one alone does not give: a decoder may strip a space."""
+"""The text and the bytes of single tokens.
+
+Decoding a single token is not enough: some decoders strip a leading space.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,17 @@ from typing import Any
 
 __all__ = ["TokenTexts"]
 
-SPACE = "\u2581"  # SentencePiece writes it for a space
+SPACE = "\u2581"  # SentencePiece writes this character instead of a space
 BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """Texts and bytes of the tokens of a tokenizer, by id; each is looked up once.
+    """Texts and bytes of the tokens of a tokenizer, by id. The result of each look-up is kept.
 
     Parameters
     ----------
     tokenizer : object
-        A tokenizer of transformers. Of another object `decode([id])` is the text of a token.
+        A tokenizer of transformers, or an object with `decode([id])`, which returns the text of a token.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -33,11 +36,11 @@ class TokenTexts:
             self._bytes = _byte_level()
 
     def text_of(self, token: int) -> str:
-        """The text of a token; the form that OpenAI has for bytes where it is no UTF-8, but a part of a character."""
+        """Return the text of a token. A part of a character is not valid UTF-8; it becomes OpenAI's "bytes:" form."""
         return self._look_up(token)[0]
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes of a token."""
+        """Return the bytes of a token."""
         return self._look_up(token)[1]
 
     def _look_up(self, token: int) -> tuple[str, bytes]:
@@ -70,7 +73,7 @@ class TokenTexts:
 
 
 def _strings(value: Any) -> set[str]:
-    """All texts in a value of JSON."""
+    """Return all strings in a JSON value."""
     if isinstance(value, str):
         return {value}
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -78,7 +81,7 @@ def _strings(value: Any) -> set[str]:
 
 
 def _byte_level() -> dict[str, int]:
-    """From the characters that GPT-2's tokens have for bytes to these: printable ones are themselves."""
+    """Map each character of GPT-2's byte-level alphabet to its byte. Printable characters map to their own code."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}

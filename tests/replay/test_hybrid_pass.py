@@ -69,7 +69,7 @@ def test_the_table(make_trace, capsys):
 def test_sizes(text, capsys):
     with pytest.raises(SystemExit):
         cli.main(["replay", "--clock", "none", f"--hybrid={text}"])
-    assert "is no size such as" in capsys.readouterr().err
+    assert "must be a size such as" in capsys.readouterr().err
 
 
 @needs_traces

@@ -69,9 +69,9 @@ def test_several_policies_and_capacities_make_a_list(make_trace, capsys):
 @pytest.mark.parametrize(
     ("block", "arguments", "message"),
     [
-        (0, [], "the trace names no prefix blocks, which --clock none needs"),
-        (4, ["--block-size", "3"], "--block-size 3 does not divide the trace's blocks of 4 tokens"),
-        (4, ["--blocks", "3"], "--attend and --blocks do not go with --clock none"),
+        (0, [], "the trace has no prefix blocks, which --clock none needs"),
+        (4, ["--block-size", "3"], "--block-size must divide the trace's block size, 4 tokens, and 3 does not"),
+        (4, ["--blocks", "3"], "--attend and --blocks cannot be used with --clock none"),
     ],
 )
 def test_invalid_options_of_a_pass_are_refused_in_one_sentence(make_trace, capsys, block, arguments, message):
@@ -80,7 +80,7 @@ def test_invalid_options_of_a_pass_are_refused_in_one_sentence(make_trace, capsy
 
 
 def test_too_many_or_too_large_block_ids_are_refused(make_trace, capsys):
-    for runs, message in (([0, 4], "12 tokens cannot have 4 blocks of 4"), ([2**31, 1], "are more than 2147483648")):
+    for runs, message in (([0, 4], "12 tokens cannot have 4 blocks of 4"), ([2**31, 1], "exceed 2147483648")):
         assert cli.main(["replay", str(make_trace([[0, 12, 1, runs]], block=4)), "--clock", "none"]) == 2
         assert message in capsys.readouterr().err
 

@@ -192,11 +192,11 @@ def test_record_converts_token_ids(jsonl, tmp_path, capsys, packed):
     ("line", "message"),
     [
         ("[1, 2]", "a request must be an object, not a list"),
-        ('{"prompt": "text"}', "the prompt must be a list of token ids, under one of input_tok_ids"),
+        ('{"prompt": "text"}', "the prompt must be a list of token ids under one of the keys input_tok_ids"),
         ('{"tokens": [1, true]}', "the prompt must be a list of token ids"),
-        ('{"tokens": []}', "a request has from 1 to 16777216 prompt tokens"),
+        ('{"tokens": []}', "from 1 to 16777216 prompt tokens, not 0"),
         ('{"tokens": [1], "output_tokens": "3"}', "the output must be a list of token ids or their number"),
-        ('{"tokens": [1], "output_tokens": -3}', "not 1 and -3"),
+        ('{"tokens": [1], "output_tokens": -3}', "from 0 to 16777216 output tokens, not -3"),
         ('{"tokens": [1], "arrival": "now"}', "the arrival must be a number, not 'now'"),
         ('{"tokens": [1], "arrival": -1}', "arrival must be from 0"),
         ('{"tokens": [1], "arrival": 1e999}', "arrival must be from 0"),
@@ -218,8 +218,8 @@ def test_record_refuses_invalid_arguments(jsonl, tmp_path, capsys):
     source, empty = jsonl({"tokens": [1, 2]}), tmp_path / "empty"
     empty.touch()
     for arguments, message in (
-        ([str(empty), str(tmp_path / "made")], f"{empty}: has no requests"),
-        ([str(source), str(source)], "exists; give another name"),
+        ([str(empty), str(tmp_path / "made")], f"{empty}: the file has no requests"),
+        ([str(source), str(source)], "exists: give another name"),
         ([str(source), str(tmp_path / "no" / "made")], "No such file or directory"),
         ([str(tmp_path / "missing"), str(tmp_path / "made")], "cannot be read: No such file"),
         ([str(source), str(tmp_path / "made"), "--block=-1"], "--block must be from 0 to 1048576, not -1"),

@@ -169,7 +169,7 @@ def test_a_bad_trace_is_one_line_and_exit_2(make_trace, capsys):
 def test_a_trace_without_a_name_is_not_the_bundled_one(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["replay", ""])
-    assert caught.value.code == 2 and "TRACE: the name of a file is empty" in capsys.readouterr().err
+    assert caught.value.code == 2 and "TRACE: the file name must not be empty" in capsys.readouterr().err
 
 
 def test_results_that_cannot_be_written_are_refused_before_the_replay(tmp_path, capsys):

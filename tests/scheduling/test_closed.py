@@ -185,7 +185,7 @@ def test_a_call_in_the_middle_of_a_call_is_refused(method):
     scheduler.add_request([1] * 9, 12)
     with pytest.raises(RuntimeError, match="the scheduler is in the middle of a call"):
         scheduler.schedule()
-    with pytest.raises(RuntimeError, match="closed: a call was cut short by RuntimeError: the scheduler is"):
+    with pytest.raises(RuntimeError, match="closed: a call was interrupted by RuntimeError: the scheduler is"):
         scheduler.schedule()
     scheduler.close()
     assert allocator.in_use == 0

@@ -305,7 +305,7 @@ def test_a_request_that_does_not_fit_leaves_queue_and_cache_unchanged():
 
 def test_a_cache_must_match_the_pool():
     allocator = BlockAllocator(4)
-    with pytest.raises(ValueError, match="one allocator"):
+    with pytest.raises(ValueError, match="prefix_cache must have the allocator of the pool"):
         Scheduler(pool=allocator, prefix_cache=PrefixCache(BlockAllocator(4)))
     with refuses(ValueError, "blocks", 8, 16):
         Scheduler(pool=allocator, prefix_cache=PrefixCache(allocator, 8))

@@ -51,7 +51,7 @@ def test_a_batch_is_taken_once(way):
     batch = scheduler.schedule()
     getattr(scheduler, way)(batch, *[[7]][: way == "commit"])
     for call in (lambda: scheduler.commit(batch, [7]), lambda: scheduler.give_up(batch)):
-        with pytest.raises(ValueError, match="batch, of 1 sequences, is not outstanding"):
+        with pytest.raises(ValueError, match="batch of 1 sequences is not outstanding"):
             call()
     assert len(scheduler.get_sequence(1).output_tokens) == (way == "commit")
 
@@ -62,7 +62,7 @@ def test_an_empty_batch_may_be_committed_and_given_up():
     for _ in range(2):
         scheduler.commit(batch, [])
         scheduler.give_up(batch)
-    with pytest.raises(ValueError, match="got 1 tokens for a batch of 0 sequences"):
+    with pytest.raises(ValueError, match="0 entries, one per sequence, not 1"):
         scheduler.commit(batch, [7])
     assert scheduler.schedule().is_empty
 
