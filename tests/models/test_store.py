@@ -68,8 +68,8 @@ def test_arguments_that_cannot_be_get_one_sentence(tmp_path, capsys):
     file.touch()
     store = ("--store", str(tmp_path))
     for arguments, said in (
-        (store, "go together"),
-        (("--store-bytes", "1M"), "go together"),
+        (store, "must be used together"),
+        (("--store-bytes", "1M"), "must be used together"),
         ((*store, "--store-bytes", "64M", "--no-prefix-cache"), "--no-prefix-cache"),
         ((*store, "--store-bytes", "1M"), "max_bytes must be at least"),
         (("--store", str(file), "--store-bytes", "64M"), str(file)),
