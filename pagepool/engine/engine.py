@@ -70,6 +70,9 @@ class Engine(Intake):
         Reuse pages and recurrent states of earlier prompts.
     prefix_events : int
         Maximum number of undrained events of the prefix cache, for a `Router`. 0: no events.
+    pack_weights : bool or str
+        As for `ModelRunner`. By default the engine packs the weights of linear layers of a model in bfloat16, where the
+        CPU has instructions for it. The model then has no weights outside of the engine until `close`.
     openmp : str
         How torch's worker threads wait between two loops, if torch uses GNU's OpenMP. "spin" gives the shortest steps
         if no other process needs the CPUs. "sleep" leaves the CPUs to other processes. "auto" spins, and sleeps for a
@@ -132,6 +135,7 @@ class Engine(Intake):
         config: SchedulerConfig | None = None,
         prefix_cache: bool = True,
         prefix_events: int = 0,
+        pack_weights: bool | str = "auto",
         openmp: str = "auto",
         store: str | Path | None = None,
         store_bytes: int | None = None,
@@ -144,10 +148,10 @@ class Engine(Intake):
         if not hasattr(model, "run"):
             from pagepool.integrations.transformers import ModelRunner
 
-            sizes = {"max_sequences": config.max_sequences}
+            options: dict[str, Any] = {"max_sequences": config.max_sequences, "pack_weights": pack_weights}
             if config.block_size is not None:
-                sizes["block_size"] = config.block_size
-            self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **sizes)
+                options["block_size"] = config.block_size
+            self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **options)
         super().__init__(
             tokenizer,
             self.runner.vocab_size,

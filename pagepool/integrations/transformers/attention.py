@@ -13,6 +13,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
+from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.integrations.transformers.recurrent import forward_in_place
 from pagepool.integrations.transformers.step import current_step
 
@@ -67,6 +68,7 @@ class Hooks:
     """Where a model chooses its attention: the configs that name the function, and modules with code of their own.
 
     steps_in_place  numbers of the layers whose recurrent states are stepped in the slots of the running step
+    packed          linear layers over packed weights, or None
 
     One thread at a time changes it, whichever runner it runs for.
     """
@@ -78,6 +80,7 @@ class Hooks:
         self._adapted = [module for module in model.modules() if type(module).__name__ in ADAPTERS]
         self._forwards = {module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted}
         self.steps_in_place: set[int] = set()
+        self.packed: PackedLinears | None = None
         with self._lock:  # while no other runner of this model has put its forwards there
             for module in model.modules():
                 forward = forward_in_place(module)
@@ -104,12 +107,17 @@ class Hooks:
 
     @contextmanager
     def over_pages(self) -> Iterator[None]:
-        """Within, the model attends over the pages and steps the recurrent states of the running step."""
+        """Within, the model attends over the pages, steps the recurrent states of the running step, and has packed
+        weights. Raises RuntimeError if one of these was changed since it was packed."""
+        forwards = self._forwards
         with self.calling(IMPLEMENTATION):
-            for module, forward in self._forwards.items():
-                module.forward = forward
+            if self.packed is not None:
+                self.packed.require_unchanged()
+                forwards = forwards | self.packed.forwards
+            for module, forward in forwards.items():
+                vars(module)["forward"] = forward  # torch's `__setattr__` takes ten times as long
             try:
                 yield
             finally:
-                for module in self._forwards:
-                    del module.forward
+                for module in forwards:
+                    del vars(module)["forward"]

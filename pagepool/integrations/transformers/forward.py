@@ -24,6 +24,7 @@ RECURRENT = "recurrent_states.0"  # the state that Mamba-2 steps, among those of
 class PagedForward:
     """The forward of a model whose layers keep what they keep in a `ModelMemory`.
 
+    hooks         where the model chooses its attention and its linear layers
     layout        what the model keeps
     takes_chunks  whether recurrent layers that have a state already take several tokens at once
     """
@@ -32,7 +33,7 @@ class PagedForward:
         self.model = model
         self.layout = layout
         self.takes_chunks = takes_chunks
-        self._hooks = hooks
+        self.hooks = hooks
         self._parameters = set(inspect.signature(model.forward).parameters)
 
     def __call__(
@@ -51,7 +52,7 @@ class PagedForward:
         starts = [sequence.len - count for sequence, count in zip(sequences, counts, strict=True)]
         tables = memory.fill(sequences, counts)
         seen = max(starts) if seen is None else seen
-        with self._hooks.over_pages():
+        with self.hooks.over_pages():
             if memory.states is None:
                 return self._run_flat(memory, tables, tokens, starts, keep, seen)
             slots = [sequence.state.index for sequence in sequences]
@@ -118,7 +119,7 @@ class PagedForward:
         ids = torch.tensor(tokens)
         positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
         step = Step(memory.pools, tables, seen, self.layout.borrowed, slots)
-        in_place = self._hooks.steps_in_place if starts[0] and ids.shape[1] == 1 else ()
+        in_place = self.hooks.steps_in_place if starts[0] and ids.shape[1] == 1 else ()
         layers: list[Any] = []
         for number, views in enumerate(memory.views):
             states = {

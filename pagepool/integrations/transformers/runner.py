@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
@@ -11,9 +12,10 @@ import torch
 
 from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
+from pagepool.integrations.transformers.linear import packs
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.storing import model_fingerprint
-from pagepool.integrations.transformers.trial import try_out
+from pagepool.integrations.transformers.trial import pack_linears, try_out
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.hybrid import KvGroup
 from pagepool.memory.kv_pool import KvCachePool
@@ -63,6 +65,11 @@ class ModelRunner:
         Tokens per block.
     max_sequences
         How many sequences may run at a time: as many recurrent states there are.
+    pack_weights : bool or str
+        Whether linear layers run over weights that oneDNN has packed, and layers with one input as one layer. True:
+        beside their own weights, which takes the memory of the weights twice. "only": instead of their own weights,
+        which come back at `close`; until then the model runs in this runner alone. "auto": "only" for a model in
+        bfloat16 on a CPU with instructions for it, else False.
 
     Examples
     --------
@@ -91,7 +98,10 @@ class ModelRunner:
         dtype: Any = None,
         block_size: int = 16,
         max_sequences: int = 32,
+        pack_weights: bool | str = False,
     ) -> None:
+        if pack_weights not in (True, False, "only", "auto"):
+            raise ValueError(f"pack_weights must be True, False, 'only' or 'auto', not {pack_weights!r}")
         if pool_bytes is not None and num_blocks is not None:
             raise ValueError(f"give pool_bytes, {pool_bytes}, or num_blocks, {num_blocks}, not both")
         max_sequences = integer("max_sequences", max_sequences, 1)
@@ -117,6 +127,14 @@ class ModelRunner:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
             num_blocks = max_sequences * len(layout.groups) * -(-length // block_size)
         self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences)
+        if pack_weights == "auto":
+            pack_weights = "only" if model.dtype is torch.bfloat16 and packs(model.dtype) else False
+        self._give_back_weights: Any = None
+        if pack_weights:
+            packed = pack_linears(self._paged_forward, drops=pack_weights == "only")
+            if packed is not None:
+                self._give_back_weights = weakref.finalize(self, packed.close)
+                self._give_back_weights.atexit = False
 
     @property
     def pool(self) -> KvCachePool | None:
@@ -186,7 +204,8 @@ class ModelRunner:
                 f"{type(self.model).__name__} has recurrent states, and a store keeps keys and values only"
             )
         pools = self._memory.all_pools
-        return PrefixStore(path, model_fingerprint(self.model, pools, self.block_size, weights), max_bytes)
+        packed = self._paged_forward.hooks.packed
+        return PrefixStore(path, model_fingerprint(self.model, pools, self.block_size, weights, packed), max_bytes)
 
     def new_prefix_cache(self, max_events: int = 0, store: PrefixStore | None = None) -> PrefixCache:
         """Returns a new `PrefixCache` over the pool.
@@ -252,9 +271,15 @@ class ModelRunner:
         return self._memory.sequence(label)
 
     def close(self) -> None:
-        """Frees the memory. Raises BufferError while views of the pages are held."""
+        """Frees the memory, and gives the model weights back that only the runner had.
+
+        Raises BufferError while views of the pages are held.
+        """
         self.checkpoints = None
         self._memory.close()
+        if self._give_back_weights is not None:
+            self._paged_forward.hooks.packed = None
+            self._give_back_weights()
 
 
 def rope_limit(config: Any) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
 
@@ -18,7 +19,11 @@ NOT_OF_PAGES = ("_name_or_path", "transformers_version", "architectures")  # of 
 
 
 def model_fingerprint(
-    model: Any, pools: Iterable[KvCachePool], block_size: int, weights: str | None = None
+    model: Any,
+    pools: Iterable[KvCachePool],
+    block_size: int,
+    weights: str | None = None,
+    packed: PackedLinears | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a model's pages.
 
@@ -26,11 +31,12 @@ def model_fingerprint(
     arithmetic of attention.
 
     weights  a digest of its weights; None: `digest_of_weights`, which takes about 1 s per GB
+    packed   linear layers of the model, which may have dropped their weights
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_PAGES}
     return fingerprint_of(
         pools,
-        digest_of_weights(model) if weights is None else weights,
+        digest_of_weights(model, packed) if weights is None else weights,
         block_size=block_size,
         model=type(model).__name__,
         config=json.loads(json.dumps(config, default=str)),
@@ -39,10 +45,15 @@ def model_fingerprint(
     )
 
 
-def digest_of_weights(model: Any) -> str:
-    """Return a digest of all bytes of a model's parameters and buffers, with their names, dtypes and shapes."""
+def digest_of_weights(model: Any, packed: PackedLinears | None = None) -> str:
+    """Return a digest of all bytes of a model's parameters and buffers, with their names, dtypes and shapes.
+
+    packed  linear layers of the model, which may have dropped their weights
+    """
     found = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):
+        if packed is not None and tensor.is_meta:
+            tensor = packed.weight_of(model.get_submodule(name.rpartition(".")[0]))
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     return found.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,9 +15,12 @@ from transformers import PreTrainedModel
 from pagepool.integrations.transformers.attention import Hooks
 from pagepool.integrations.transformers.forward import PagedForward
 from pagepool.integrations.transformers.layout import Unsupported, read_layout
+from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 
-__all__ = ["try_out"]
+__all__ = ["pack_linears", "try_out"]
+
+logger = logging.getLogger("pagepool")
 
 LENGTHS = (14, 9)  # tokens of the sequences with which a model is tried
 CHUNKS = (9, 8)  # of these the first ones, which are run before the others
@@ -83,6 +87,9 @@ def require_causal_lm(model: Any) -> None:
         raise ValueError(f"{name} cannot run over pages: its weights are {model.dtype}, not a dtype that pages have")
     devices = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if devices:
+        if devices == {"meta"}:
+            reason = "its weights are not loaded, or a runner that is open has them packed"
+            raise ValueError(f"{name} cannot run over pages: {reason}")
         raise ValueError(f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu")
 
 
@@ -138,6 +145,41 @@ def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> lis
     for sequence in sequences:
         sequence.close()
     return found
+
+
+def pack_linears(forward: PagedForward, drops: bool) -> PackedLinears | None:
+    """Pack the weights of linear layers for a forward over pages, as far as its logits stay the same.
+
+    drops  whether the layers leave their own weights, until `close` of the result
+
+    Returns the packed layers, which the forward has from now on. Returns None if the logits of the trial change: then
+    nothing has changed, and the logger "pagepool" says so.
+    """
+    model, hooks = forward.model, forward.hooks
+    prompts = random_prompts(model, SEEDS[0])
+    with torch.inference_mode():
+        own = logits_over_pages(forward, prompts)
+    off: Any = None
+    for fuses in (True, False):  # code between the layers may want results that are contiguous
+        packed = PackedLinears(model, prompts[0], fuses, drops)
+        if not packed.forwards:
+            return None
+        hooks.packed = packed
+        try:
+            with torch.inference_mode():
+                found = logits_over_pages(forward, prompts)
+        except Exception as error:
+            off = error
+        else:
+            whole = [torch.cat(parts) for parts in own]
+            is_equal = all(torch.equal(torch.cat(parts), logits) for parts, logits in zip(found, whole, strict=True))
+            off = f"its logits change by {difference(found, whole):.1e} of the largest"
+            if is_equal or (model.dtype is torch.float32 and difference(found, whole) <= TOLERANCE):
+                return packed
+        hooks.packed = None
+        packed.close()
+    logger.warning("%s runs with weights that are not packed: %s", type(model).__name__, off)
+    return None
 
 
 def difference(chunks: list[list[torch.Tensor]], own: list[torch.Tensor]) -> float:

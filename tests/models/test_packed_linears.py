@@ -1,0 +1,198 @@
+"""Packed and fused linear layers: the tokens of a model's own layers, and the model as it was afterwards."""
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
+pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
+
+from families import FAMILIES, NEW_TOKENS, OTHERS, each, eager_tokens, prompts, tiny_model  # noqa: E402
+
+from pagepool.engine import Engine, SamplingParams  # noqa: E402
+from pagepool.integrations.transformers import ModelRunner, linear  # noqa: E402
+from pagepool.integrations.transformers.linear import PackedLinears, packs  # noqa: E402
+from pagepool.integrations.transformers.storing import digest_of_weights  # noqa: E402
+
+SECONDS = 300
+TOKENS = torch.arange(3, 17)[None]
+
+needs_bf16 = pytest.mark.skipif(not packs(torch.bfloat16), reason="this CPU has no instructions for bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("PAGEPOOL_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def generated(model, **options):
+    with Engine(model, **options) as engine:
+        running = [engine.submit(prompt, SamplingParams(NEW_TOKENS)) for prompt in prompts()]
+        return [generation.result(SECONDS).token_ids for generation in running]
+
+
+def sizes(packed):
+    return [len(layer.linears) for layer in packed._layers]
+
+
+def packed_of(runner):
+    return runner._paged_forward.hooks.packed
+
+
+@needs_bf16
+@pytest.mark.parametrize("family", each([*FAMILIES, *OTHERS]))
+def test_tokens_in_bfloat16_are_those_of_the_models_own_layers(family):
+    model = tiny_model(family).to(torch.bfloat16)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    own = generated(model, pack_weights=False)
+    assert generated(model, pack_weights="only") == own
+    assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", each(FAMILIES))
+@pytest.mark.parametrize("pack_weights", [True, "only"])
+def test_tokens_in_float32_are_those_of_transformers_eager_attention(family, pack_weights):
+    assert generated(tiny_model(family), pack_weights=pack_weights) == eager_tokens(family)
+
+
+def test_layers_with_one_input_are_one_layer():
+    packed = PackedLinears(tiny_model("Llama", num_hidden_layers=2), TOKENS, fuses=True, drops=False)
+    assert sizes(packed) == [3, 1, 2, 1, 3, 1, 2, 1, 1]
+    assert len(packed.forwards) == 15
+
+
+def test_layers_stay_apart_if_something_writes_to_their_input_between_them():
+    model = tiny_model("Llama", num_hidden_layers=1)
+    attention = model.model.layers[0].self_attn
+
+    def write(module, args, result):
+        args[0].mul_(1.0)
+
+    attention.k_proj.register_forward_hook(write)
+    packed = PackedLinears(model, TOKENS, fuses=True, drops=False)
+    assert attention.k_proj not in packed.forwards, "it has a hook of its own"
+    assert sizes(packed) == [1, 1, 1, 2, 1, 1]
+
+
+def test_results_belong_to_the_input_of_the_call():
+    first, second = torch.nn.Linear(16, 24), torch.nn.Linear(16, 8)
+    layer = linear.PackedLayer([first, second])
+    forwards = dict(layer.forwards())
+    with torch.inference_mode():
+        x, y = torch.randn(6, 16), torch.randn(6, 16)
+        for one, argument in [(first, x), (second, y), (second, x), (first, x), (first, x), (second, y), (first, y)]:
+            torch.testing.assert_close(forwards[one](argument), one(argument))
+        torch.testing.assert_close(forwards[first](x[:1]), first(x[:1]))
+
+
+def test_layers_that_must_not_be_packed_stay():
+    model = tiny_model("Llama", num_hidden_layers=1)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj.forward = torch.nn.functional.relu  # as accelerate and other packages replace it
+    mlp.down_proj.weight.requires_grad_(False)
+    torch.nn.utils.parametrize.register_parametrization(mlp.down_proj, "weight", torch.nn.Identity())
+    found = {module for module in model.modules() if linear.can_be_packed(module)}
+    attention = model.model.layers[0].self_attn
+    assert found == {
+        *(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj),
+        *(mlp.gate_proj, model.lm_head),
+    }
+
+
+def test_a_layer_whose_results_would_change_stays(monkeypatch):
+    own = linear.PackedLayer.equals_linear
+    wrong = lambda layer: own(layer) and len(layer.linears) != 3 and layer.linears[0].out_features != 997  # noqa: E731
+    monkeypatch.setattr(linear.PackedLayer, "equals_linear", wrong)
+    packed = PackedLinears(tiny_model("Llama", num_hidden_layers=1), TOKENS, fuses=True, drops=True)
+    assert sizes(packed) == [1, 1, 1, 1, 2, 1]
+
+
+def test_the_check_of_a_shape_finds_other_results():
+    module = torch.nn.Linear(64, 48)
+    layer = linear.PackedLayer([module])
+    assert layer.equals_linear()
+    with torch.no_grad():
+        module.weight[5, 7] += 0.01
+    assert not layer.equals_linear()
+
+
+def test_layers_are_not_fused_where_the_model_wants_contiguous_results():
+    class Flat(torch.nn.Module):
+        def forward(self, x):
+            return torch.nn.functional.silu(x.view(-1)).view(x.shape)
+
+    model = tiny_model("Llama")
+    model.model.layers[1].mlp.act_fn = Flat()
+    runner = ModelRunner(model, num_blocks=8, pack_weights="only")
+    assert set(sizes(packed_of(runner))) == {1}
+    runner.close()
+    assert generated(model, pack_weights=True) == eager_tokens("Llama")
+
+
+def test_a_model_whose_results_change_keeps_its_weights(monkeypatch, caplog):
+    run = linear.RUN
+    monkeypatch.setattr(linear, "RUN", lambda *args: run(*args) * 1.5)
+    monkeypatch.setattr(linear.PackedLayer, "equals_linear", lambda layer: True)
+    runner = ModelRunner(tiny_model("Llama"), num_blocks=8, pack_weights="only")
+    assert packed_of(runner) is None and "not packed: its logits change" in caplog.text
+    assert {weight.device.type for weight in runner.model.parameters()} == {"cpu"}
+    runner.close()
+
+
+def test_weights_come_back_at_close_and_with_the_end_of_the_runner():
+    model = tiny_model("Llama")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    for closes in (True, False):
+        runner = ModelRunner(model, num_blocks=8, pack_weights="only")
+        assert model.lm_head.weight.device.type == "meta"
+        assert model.model.embed_tokens.weight.device.type == "cpu"
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM .*packed"):
+            ModelRunner(model, num_blocks=8)
+        if closes:
+            runner.close()
+        del runner
+        gc.collect()
+        assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+        assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_digest_of_weights_is_that_of_the_model_before(tmp_path):
+    model = tiny_model("Llama")
+    before = digest_of_weights(model)
+    runner = ModelRunner(model, num_blocks=8, pack_weights="only")
+    assert model.lm_head.weight.is_meta
+    assert digest_of_weights(model, packed_of(runner)) == before
+    runner.open_store(tmp_path, 1 << 20).close()
+    runner.close()
+
+
+def test_weights_that_belong_to_two_modules_are_not_dropped():
+    model = tiny_model("Llama", tie_word_embeddings=True)
+    runner = ModelRunner(model, num_blocks=8, pack_weights="only")
+    assert model.lm_head in packed_of(runner).forwards
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    runner.close()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_weight_that_is_changed_later_is_noticed():
+    model = tiny_model("Llama")
+    runner = ModelRunner(model, num_blocks=8, pack_weights=True)
+    sequence = runner.new_sequence()
+    sequence.append(1)
+    runner.forward([[5]], [sequence], [1])
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="changed after"):
+        runner.forward([[5]], [sequence], [1])
+    sequence.close()
+    runner.close()
+
+
+def test_other_values_of_pack_weights_are_refused():
+    with pytest.raises(ValueError, match=r"pack_weights .*'auto'.*'all'"):
+        ModelRunner(tiny_model("Llama"), num_blocks=8, pack_weights="all")
