@@ -1,10 +1,11 @@
 """Worker process of models.py for one side: python model_worker.py '{"side": ..., "folder": ..., "dtype": ...}'
 
-    {"workload": [sequences, shared, own, new]}
-    ->  {"first": seconds, "all": seconds, "bytes": n, "tokens": [[...]], "turns": share}
+    {"workload": [sequences, shared, own, new], "round": number}
+    ->  {"first": seconds, "all": seconds, "step": seconds, "bytes": n, "tokens": [[...]], "turns": share}
 
-`turns` is measured for prompts with a shared prefix, sent one after another. It is the time to the first token of later
-requests, relative to the first request. `--make MODEL FOLDER` writes a model with random weights.
+`step` is the median time of a decode step. `turns` is measured for prompts with a shared prefix, sent one after another.
+It is the time to the first token of later requests, relative to the first request. `--make MODEL FOLDER DTYPE` writes a
+model with random weights.
 """
 
 import json
@@ -31,24 +32,26 @@ SIZES = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 28}
 MORE = {
     "llama": ("Llama", {}),
+    "llama-1.4b": ("Llama", {**LARGE, "num_attention_heads": 32, "num_key_value_heads": 8}),
     "mistral": ("Mistral", {"sliding_window": 1024}),
     "gemma3": ("Gemma3Text", {"head_dim": 64, "sliding_window": 512, "query_pre_attn_scalar": 64}),
     "bamba": ("Bamba", {"attn_layer_indices": [3, 7, 11], "mamba_n_heads": 24, "mamba_d_head": 64}),
 }
 
 
-def make(model, folder):
-    """Write a model with random weights, in float32."""
+def make(model, folder, dtype):
+    """Write a model with random weights."""
     import torch
     import transformers
 
     name, more = MORE[model]
     torch.manual_seed(SEED)
-    config = getattr(transformers, f"{name}Config")(**SIZES, **more)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **more})
     kind = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-    kind(config).save_pretrained(folder)
+    kind(config).to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 class Transformers:
@@ -61,7 +64,9 @@ class Transformers:
         torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
         self.torch = torch
+        self.stamps = []  # when each forward began
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.model.register_forward_pre_hook(lambda *arguments: self.stamps.append(time.perf_counter()))
 
     def tokens(self, prompts, new):
         ids = self.torch.tensor(prompts)
@@ -110,6 +115,8 @@ class Pagepool(Transformers):
 class Vllm:
     """vLLM's CPU engine, eager."""
 
+    is_eager = True
+
     def __init__(self, folder, dtype, threads):
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
@@ -119,8 +126,21 @@ class Vllm:
 
         self.params = SamplingParams
         self.llm = LLM(
-            model=folder, dtype=dtype, enforce_eager=True, skip_tokenizer_init=True, max_model_len=LONGEST, seed=SEED
+            model=folder,
+            dtype=dtype,
+            enforce_eager=self.is_eager,
+            skip_tokenizer_init=True,
+            max_model_len=LONGEST,
+            seed=SEED,
         )
+        self.stamps = []  # when each step began
+        step = self.llm.llm_engine.step
+
+        def stamped():
+            self.stamps.append(time.perf_counter())
+            return step()
+
+        self.llm.llm_engine.step = stamped
 
     def tokens(self, prompts, new):
         params = self.params(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
@@ -128,7 +148,19 @@ class Vllm:
         return [list(one.outputs[0].token_ids) for one in out]
 
 
-SIDES = {"pagepool": Pagepool, "generate": Transformers, "generate_batch": GenerateBatch, "vllm": Vllm}
+class CompiledVllm(Vllm):
+    """vLLM's CPU engine as it is by default, compiled by torch."""
+
+    is_eager = False
+
+
+SIDES = {
+    "pagepool": Pagepool,
+    "generate": Transformers,
+    "generate_batch": GenerateBatch,
+    "vllm": Vllm,
+    "vllm-compiled": CompiledVllm,
+}
 
 
 def prompts_of(sequences, shared, own, draw):
@@ -154,14 +186,25 @@ def forget_peak():
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def measure(side, sequences, shared, own, new):
-    side.tokens(prompts_of(2, 0, 32, SEED), 2)  # warm-up: the first call allocates and compiles
+def measure(side, number, sequences, shared, own, new):
+    seed = SEED + 4 * number
+    if number == 0:  # warm-up: the first calls of a shape allocate and compile
+        side.tokens(prompts_of(sequences, shared, own, seed + 3), 3)
     forget_peak()
-    first, _ = timed(side, prompts_of(sequences, shared, own, SEED + 1), 1)
-    every, tokens = timed(side, prompts_of(sequences, shared, own, SEED + 2), new)
-    found = {"first": first, "all": every, "bytes": peak_bytes(), "tokens": tokens, "turns": None}
+    first, _ = timed(side, prompts_of(sequences, shared, own, seed), 1)
+    side.stamps.clear()
+    every, tokens = timed(side, prompts_of(sequences, shared, own, seed + 1), new)
+    steps = list(map(float.__sub__, side.stamps[1:], side.stamps))[-(new // 2) :]
+    found = {
+        "first": first,
+        "all": every,
+        "step": median(steps),
+        "bytes": peak_bytes(),
+        "tokens": tokens,
+        "turns": None,
+    }
     if shared:
-        times = [timed(side, [prompt], 1)[0] for prompt in prompts_of(sequences, shared, own, SEED + 3)]
+        times = [timed(side, [prompt], 1)[0] for prompt in prompts_of(sequences, shared, own, seed + 2)]
         found["turns"] = median(times[1:]) / times[0]
     return found
 
@@ -174,7 +217,8 @@ def main(about):
         try:
             if side is None:
                 side = SIDES[about["side"]](about["folder"], about["dtype"], about["threads"])
-            answer = measure(side, *json.loads(line)["workload"])
+            asked = json.loads(line)
+            answer = measure(side, asked["round"], *asked["workload"])
         except Exception as error:
             sentence = " ".join(str(error).split())
             answer = {"failed": f"{type(error).__name__}: {sentence[:300]}"}

@@ -1,14 +1,20 @@
-"""Compare four text generators on whole models: tokens per second, time to the first token, and memory.
+"""Compare five text generators on whole models: tokens per second, time of a decode step, and memory.
 
-    python bench/models.py [--model llama,mistral,gemma3,bamba] [--dtype bfloat16,float32]
-                           [--workload short,long,shared] [--side pagepool,generate,generate_batch,vllm]
-                           [--peers build/peers] [--threads 2] [--json FILE]
+    python bench/models.py [--model llama,llama-1.4b,mistral,gemma3,bamba] [--dtype bfloat16,float32]
+                           [--workload short,eight,one,long,shared]
+                           [--side pagepool,generate,generate_batch,vllm,vllm-compiled]
+                           [--rounds 1] [--peers build/peers] [--threads 2] [--json FILE]
 
 Needs torch and transformers (`pip install pagepool[transformers]`). vLLM has its own environment (see peers.py) and is
-skipped if that is missing. Models have random weights and about 125 million parameters. Each side runs in its own
-process, and the sides alternate at each workload. A workload runs twice, with new prompts of the same lengths: for one
-token, which gives the time until all sequences have their first token, and for all tokens. Generation is greedy and
-ignores stop tokens. `equal` counts the sequences with the same tokens as `generate`.
+skipped if that is missing. Models have random weights and about 125 million parameters, or 1.4 billion. Each side runs in
+its own process, and the sides alternate at each round of a workload. Before the first round a side runs prompts of the
+same shape as a warm-up.
+
+A round has two runs with new prompts of the same lengths. The first run generates one token, which gives the time until
+all sequences have their first token. The second run generates all tokens and stamps each step. The time of a decode step
+is the median of the last half of these steps. It is not the difference of the two runs, which depends on how disturbed
+the first run was. All figures are medians of the rounds. Generation is greedy and ignores stop tokens. `equal` counts the
+sequences of the last round with the same tokens as `generate`.
 """
 
 import argparse
@@ -18,31 +24,40 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import median
 
 from interleave import Process
 from machine import cpu_name
 from peers import PEERS, python_of
 
-MODELS = ("llama", "mistral", "gemma3", "bamba")
-SIDES = ("pagepool", "generate", "generate_batch", "vllm")
+MODELS = ("llama", "llama-1.4b", "mistral", "gemma3", "bamba")
+SIDES = ("pagepool", "generate", "generate_batch", "vllm", "vllm-compiled")
 DTYPES = ("bfloat16", "float32")
 PATIENCE = 1800  # timeout of a workload in seconds
 # Of a workload: sequences, tokens that all begin with, tokens of each one's own, new tokens.
-WORKLOADS = {"short": (32, 0, 128, 128), "long": (8, 0, 4096, 128), "shared": (32, 2048, 32, 128)}
+WORKLOADS = {
+    "short": (32, 0, 128, 128),
+    "eight": (8, 0, 128, 128),
+    "one": (1, 0, 128, 128),
+    "long": (8, 0, 4096, 128),
+    "shared": (32, 2048, 32, 128),
+}
 
 
 def absent(side, model, peers):
     """Return the reason why a side cannot run a model, or None."""
-    if side == "vllm" and model != "llama":
+    if not side.startswith("vllm"):
+        return None
+    if not model.startswith("llama"):
         return "it is measured with llama alone"
-    if side == "vllm" and not python_of(PEERS["vllm"], peers).exists():
+    if not python_of(PEERS["vllm"], peers).exists():
         return f"its environment is missing in {peers}"
     return None
 
 
 def start(side, folder, dtype, options):
     """Start the process of a side."""
-    python = python_of(PEERS["vllm"], options.peers) if side == "vllm" else sys.executable
+    python = python_of(PEERS["vllm"], options.peers) if side.startswith("vllm") else sys.executable
     environment = {
         "OMP_NUM_THREADS": str(options.threads),
         "PAGEPOOL_NUM_THREADS": str(options.threads),
@@ -58,7 +73,7 @@ def rows_of(model, dtype, options, say):
     """Return the results of a model: a dict for each workload and side."""
     with tempfile.TemporaryDirectory() as folder:
         worker = Path(__file__).with_name("model_worker.py")
-        subprocess.run([sys.executable, str(worker), "--make", model, folder], check=True)
+        subprocess.run([sys.executable, str(worker), "--make", model, folder, dtype], check=True)
         processes = {}
         for side in options.side:
             reason = absent(side, model, options.peers)
@@ -68,13 +83,14 @@ def rows_of(model, dtype, options, say):
                 say(f"{model} {dtype}: {side} is left out: {reason}")
         for workload in options.workload:
             found = {}
-            for side, process in processes.items():
-                process.tell(workload=WORKLOADS[workload])
-                answer = process.answer()
-                if "failed" in answer:
-                    say(f"{model} {dtype} {workload}: {side} failed: {answer['failed']}")
-                else:
-                    found[side] = answer
+            for number in range(options.rounds):
+                for side, process in processes.items():
+                    process.tell(workload=WORKLOADS[workload], round=number)
+                    answer = process.answer()
+                    if "failed" in answer:
+                        say(f"{model} {dtype} {workload}: {side} failed: {answer['failed']}")
+                    else:
+                        found.setdefault(side, []).append(answer)
             yield from (row_of(model, dtype, workload, side, found) for side in found)
         for process in processes.values():
             process.quit()
@@ -82,26 +98,30 @@ def rows_of(model, dtype, options, say):
 
 def row_of(model, dtype, workload, side, found):
     sequences, shared, own, new = WORKLOADS[workload]
-    answer, plain = found[side], found.get("generate")
+    answers, plain = found[side], found.get("generate")
+    every, first, step = (median(answer[name] for answer in answers) for name in ("all", "first", "step"))
+    tokens = answers[-1]["tokens"]
+    turns = [answer["turns"] for answer in answers if answer["turns"] is not None]
     return {
         "model": model,
         "dtype": dtype,
         "workload": workload,
         "side": side,
-        "tokens_per_s": sequences * new / answer["all"],
-        "prefill_per_s": sequences * (shared + own) / answer["first"],
-        "decode_per_s": sequences * (new - 1) / max(answer["all"] - answer["first"], 1e-9),
-        "first_s": answer["first"],
-        "gib": answer["bytes"] / 2**30,
-        "equal": None if plain is None else sum(map(list.__eq__, answer["tokens"], plain["tokens"])),
+        "rounds": len(answers),
+        "tokens_per_s": sequences * new / every,
+        "prefill_per_s": sequences * (shared + own) / first,
+        "step_ms": step * 1e3,
+        "first_s": first,
+        "gib": max(answer["bytes"] for answer in answers) / 2**30,
+        "equal": None if plain is None else sum(map(list.__eq__, tokens, plain[-1]["tokens"])),
         "of": sequences,
-        **({} if answer["turns"] is None else {"later_over_first": answer["turns"]}),
+        **({"later_over_first": median(turns)} if turns else {}),
     }
 
 
 def heading():
     return (
-        f"{'model':8} {'dtype':9} {'workload':8} {'side':15}{'tokens/s':>9}{'prefill/s':>10}{'decode/s':>9}"
+        f"{'model':10} {'dtype':9} {'workload':8} {'side':15}{'tokens/s':>9}{'prefill/s':>10}{'step ms':>9}"
         f"{'first s':>9}{'GiB':>6}{'equal':>7}{'later/first':>12}"
     )
 
@@ -110,8 +130,8 @@ def line_of(row):
     equal = "" if row["equal"] is None else f"{row['equal']}/{row['of']}"
     later = f"{row['later_over_first']:.3f}" if "later_over_first" in row else ""
     return (
-        f"{row['model']:8} {row['dtype']:9} {row['workload']:8} {row['side']:15}{row['tokens_per_s']:9.1f}"
-        f"{row['prefill_per_s']:10.0f}{row['decode_per_s']:9.1f}{row['first_s']:9.2f}{row['gib']:6.2f}"
+        f"{row['model']:10} {row['dtype']:9} {row['workload']:8} {row['side']:15}{row['tokens_per_s']:9.1f}"
+        f"{row['prefill_per_s']:10.0f}{row['step_ms']:9.1f}{row['first_s']:9.2f}{row['gib']:6.2f}"
         f"{equal:>7}{later:>12}"
     )
 
@@ -135,6 +155,7 @@ def main(arguments=None):
     parser.add_argument("--dtype", type=choices(DTYPES), default=list(DTYPES))
     parser.add_argument("--workload", type=choices(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--side", type=choices(SIDES), default=list(SIDES))
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--peers", type=Path, default=Path("build/peers"), help="folder of the peers' environments")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
