@@ -3,9 +3,9 @@
     {"workload": [sequences, shared, own, new], "round": number}
     ->  {"first": seconds, "all": seconds, "step": seconds, "bytes": n, "tokens": [[...]], "turns": share}
 
-`step` is the median time of a decode step. `turns` is measured for prompts with a shared prefix, sent one after another.
-It is the time to the first token of later requests, relative to the first request. `--make MODEL FOLDER DTYPE` writes a
-model with random weights.
+`step` is the median time of a decode step. `turns` is measured for prompts with a shared prefix, sent one after
+another. It is the time to the first token of later requests, relative to the first request. `--make MODEL FOLDER
+DTYPE` writes a model with random weights.
 """
 
 import json

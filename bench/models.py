@@ -5,16 +5,16 @@
                            [--side pagepool,generate,generate_batch,vllm,vllm-compiled]
                            [--rounds 1] [--peers build/peers] [--threads 2] [--json FILE]
 
-Needs torch and transformers (`pip install pagepool[transformers]`). vLLM has its own environment (see peers.py) and is
-skipped if that is missing. Models have random weights and about 125 million parameters, or 1.4 billion. Each side runs in
-its own process, and the sides alternate at each round of a workload. Before the first round a side runs prompts of the
-same shape as a warm-up.
+Needs torch and transformers (`pip install pagepool[transformers]`). vLLM has its own environment (see peers.py) and
+is skipped if that is missing. Models have random weights and about 125 million parameters, or 1.4 billion. Each side
+runs in its own process, and the sides alternate at each round of a workload. Before the first round a side runs
+prompts of the same shape as a warm-up.
 
-A round has two runs with new prompts of the same lengths. The first run generates one token, which gives the time until
-all sequences have their first token. The second run generates all tokens and stamps each step. The time of a decode step
-is the median of the last half of these steps. It is not the difference of the two runs, which depends on how disturbed
-the first run was. All figures are medians of the rounds. Generation is greedy and ignores stop tokens. `equal` counts the
-sequences of the last round with the same tokens as `generate`.
+A round has two runs with new prompts of the same lengths. The first run generates one token, which gives the time
+until all sequences have their first token. The second run generates all tokens and stamps each step. The time of a
+decode step is the median of the last half of these steps. It is not the difference of the two runs, which depends on
+how disturbed the first run was. All figures are medians of the rounds. Generation is greedy and ignores stop tokens.
+`equal` counts the sequences of the last round with the same tokens as `generate`.
 """
 
 import argparse

@@ -166,7 +166,7 @@ def test_a_digest_of_weights_is_that_of_the_model_before(tmp_path):
     runner = ModelRunner(model, num_blocks=8, pack_weights="only")
     assert model.lm_head.weight.is_meta
     assert digest_of_weights(model, packed_of(runner)) == before
-    runner.open_store(tmp_path, 1 << 20).close()
+    runner.open_store(tmp_path, 1 << 24).close()
     runner.close()
 
 

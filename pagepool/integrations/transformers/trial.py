@@ -31,6 +31,9 @@ SEEDS = (0, 1)
 # How far logits may be off by rounding, as a share of the largest: that of sums in another order, in float32.
 TOLERANCE = 3e-4
 HALVES = (torch.float16, torch.bfloat16)
+# The same in 16 bit, where weights cannot be widened: families of tests/models are off by up to 0.06, and a mask or a
+# position that is wrong moves logits by their own size.
+TOLERANCE_OF_HALVES = 0.1
 
 
 class InFloat32(TorchFunctionMode):
@@ -87,10 +90,10 @@ def require_causal_lm(model: Any) -> None:
         raise ValueError(f"{name} cannot run over pages: its weights are {model.dtype}, not a dtype that pages have")
     devices = {str(parameter.device) for parameter in model.parameters()} - {"cpu"}
     if devices:
-        if devices == {"meta"}:
-            reason = "its weights are not loaded, or a runner that is open has them packed"
-            raise ValueError(f"{name} cannot run over pages: {reason}")
-        raise ValueError(f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu")
+        why = ": they are not loaded, or a runner that is open has packed them" if "meta" in devices else ""
+        raise ValueError(
+            f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu{why}"
+        )
 
 
 def compared(model: Any) -> PagedForward:
@@ -102,16 +105,31 @@ def compared(model: Any) -> PagedForward:
     except ValueError as error:
         raise Unsupported(f"pages do not hold its keys and values: {error}") from error
     off = 0.0
-    with InFloat32() if model.dtype in HALVES else nullcontext():
+    widens = model.dtype in HALVES and not has_own_arithmetic(model)
+    tolerance = TOLERANCE_OF_HALVES if model.dtype in HALVES and not widens else TOLERANCE
+    with InFloat32() if widens else nullcontext():
         for seed in SEEDS:  # rounding may send a token to another expert, whose logits are others
             prompts = random_prompts(model, seed)
             layouts = [read_layout(model, hooks, prompt) for prompt in prompts]
             for takes_chunks in (True, False) if layout.has_states else (True,):
                 parts = logits_over_pages(PagedForward(model, hooks, layouts[0], takes_chunks), prompts)
                 off = difference(parts, [found.logits for found in layouts])
-                if off <= TOLERANCE:
+                if off <= tolerance:
                     return PagedForward(model, hooks, layout, takes_chunks)
+        alone = read_layout(model, hooks, prompts[0][:, : CHUNKS[0]]).logits
+        changed = float((alone - layouts[0].logits[: CHUNKS[0]]).abs().max() / layouts[0].logits.abs().max())
+    if changed > tolerance:
+        raise Unsupported(
+            f"its own logits of a token change by {changed:.1e} of the largest with the tokens behind it, as they do "
+            "where all tokens of a call share a scale"
+        )
     raise Unsupported(f"its logits over pages differ from its own by {off:.1e} of the largest")
+
+
+def has_own_arithmetic(model: Any) -> bool:
+    """Whether weights are tensors that compute in their own way, such as torchao's: they cannot be widened."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in tensors)
 
 
 def random_prompts(model: Any, seed: int) -> list[torch.Tensor]:
