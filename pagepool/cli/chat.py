@@ -14,6 +14,7 @@ from pagepool.cli.output import STDOUT, written_to
 from pagepool.cli.usage import UsageError
 
 if TYPE_CHECKING:
+    from pagepool.cli.session import SessionFile
     from pagepool.engine import Engine
     from pagepool.engine.generation import Generation
 
@@ -37,6 +38,8 @@ class Chat:
         Text of the system message.
     new_tokens : int
         Room for an answer, in tokens. Older turns are dropped to make this room.
+    session : SessionFile or None
+        Where the conversation was saved. It is saved there again when the input ends.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Chat:
         name: str,
         system: str | None,
         new_tokens: int,
+        session: SessionFile | None = None,
     ) -> None:
         require("--chat", "transformers", "jinja2")
         if getattr(engine.tokenizer, "chat_template", None) is None:
@@ -53,16 +57,28 @@ class Chat:
         self._engine, self._submit, self._name, self._new_tokens = engine, submit, name, new_tokens
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[list[dict[str, str]]] = []  # pairs: the user's message and the answer
+        self._session, self._tokens = session, [] if session is None else session.tokens
+        if session is not None and session.tokens:
+            self._turns = session.note["turns"]
+            if system is None:
+                self._system = session.note["system"]
 
     def run(self) -> None:
-        """Answer messages until the input ends."""
+        """Answer messages until the input ends, then save the session."""
+        try:
+            self._talk()
+        finally:
+            if self._session is not None:
+                self._session.save(self._tokens, {"system": self._system, "turns": self._turns})
+
+    def _talk(self) -> None:
         if sys.stdin.isatty():
             with suppress(ImportError):  # gives `input` line editing and a history
                 import_module("readline")
             say(f"{self._name}. Ctrl-C ends an answer, Ctrl-D ends the chat, {RESET} forgets the conversation.")
         while (line := self._read()) is not None:
             if line.strip() == RESET:
-                self._turns = []
+                self._turns, self._tokens = [], []
                 say("the conversation is forgotten")
             elif line.strip():
                 self._answer(line)
@@ -101,6 +117,7 @@ class Chat:
         if dropped := len(self._turns) - len(turns):
             say(f"the context is full: the oldest {dropped} of {len(self._turns)} turns are forgotten")
         self._turns = [*turns, [message, {"role": "assistant", "content": generation.text}]]
+        self._tokens = [*tokens, *generation.token_ids]
         seconds, count = monotonic() - began, len(generation.token_ids)
         say(
             f"{count} tokens, {count / seconds:,.1f} tokens/s, first after "

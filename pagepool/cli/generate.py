@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pagepool.cli.chat import Chat
 from pagepool.cli.model_options import add_model_arguments, memory_of, model_directory, open_engine
 from pagepool.cli.output import STDOUT, check_writable, written_to
+from pagepool.cli.session import SessionFile
 from pagepool.cli.usage import UsageError, between, file_name
 
 if TYPE_CHECKING:  # imported late: other commands start faster without them
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--file", type=file_name, metavar="FILE", help="more prompts, one per line, in UTF-8; -: standard input")
     add("--chat", action="store_true", help="chat with the model, one message per line; needs a chat template")
     add("--system", metavar="TEXT", help="system message of the conversation, with --chat")
+    add(
+        "--session",
+        type=file_name,
+        metavar="FILE",
+        help="continue the text or chat in this file without computing it again, and save it there",
+    )
     add(
         "--max-new-tokens",
         type=between(1, MAX_NEW_TOKENS),
@@ -60,16 +67,20 @@ def run(options: argparse.Namespace) -> int:
     if options.system is not None and not options.chat:
         raise UsageError("--system needs --chat")
     prompts = [] if options.chat else read_prompts(options.prompts, options.file)
-    if options.json:
-        check_writable(options.json)
+    if options.session is not None and len(prompts) > 1:
+        raise UsageError(f"--session needs exactly one prompt, not {len(prompts)}")
+    for file in (options.json, options.session):
+        if file:
+            check_writable(file)
     with open_engine(options, "pagepool generate") as engine:
+        session = None if options.session is None else SessionFile(engine, options)
         if options.chat:
             name = str(options.model or model_directory(None).name)
             new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-            Chat(engine, partial(submit, engine, options=options), name, options.system, new_tokens).run()
+            Chat(engine, partial(submit, engine, options=options), name, options.system, new_tokens, session).run()
             return 0
         began = monotonic()
-        outputs = generate(engine, prompts, options)
+        outputs = generate(engine, prompts, options, session)
         numbers = figures(engine, outputs, monotonic() - began, options)
     if options.json:
         with written_to(options.json):
@@ -117,12 +128,17 @@ def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace)
     return engine.submit(tokens, params)
 
 
-def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run all prompts in one batch. Prints their texts in order while they run; returns their results."""
+def generate(
+    engine: Engine, prompts: list[str], options: argparse.Namespace, session: SessionFile | None = None
+) -> list[dict[str, Any]]:
+    """Run all prompts in one batch. Prints their texts in order while they run; returns their results.
+
+    With a session, the one prompt is read behind the tokens of the session, and the session is saved.
+    """
     running: list[Generation | str] = []  # a str is the reason why a prompt cannot run
     for prompt in prompts:
         try:
-            running.append(submit(engine, prompt, options))
+            running.append(submit(engine, prompt if session is None else session.prompt(prompt), options))
         except ValueError as error:
             if len(prompts) == 1:
                 raise UsageError(str(error)) from error
@@ -141,6 +157,8 @@ def generate(engine: Engine, prompts: list[str], options: argparse.Namespace) ->
                     if is_shown:
                         print(piece, end="", flush=True)
             outputs.append(output_of(prompt, found))
+            if session is not None:
+                session.save([*session.prompt(prompt), *found.token_ids])
         if outputs[-1]["error"] is not None:
             print(f"pagepool: prompt {number}: {outputs[-1]['error']}", file=sys.stderr)
     return outputs

@@ -17,7 +17,7 @@ from pagepool.prefix.fingerprint import weights_digest
 if TYPE_CHECKING:
     from pagepool.engine import Engine
 
-__all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require", "summary_of"]
+__all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require", "summary_of", "weights_of"]
 
 MAX_SEQUENCES = 4096
 MAX_THREADS = 256  # limit of `decode`
@@ -106,7 +106,7 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if options.pool_bytes is not None and options.pool_bytes > memory:
         raise UsageError(f"--pool-bytes must be at most the machine's {memory} bytes, not {options.pool_bytes}")
-    weights = open_store_folder(folder, options)
+    weights = weights_of(folder, options)
     if options.threads is not None:
         import_module("torch").set_num_threads(options.threads)
         os.environ["PAGEPOOL_NUM_THREADS"] = str(options.threads)
@@ -131,24 +131,30 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
         raise UsageError(f"{folder}: {error}") from error
 
 
-def open_store_folder(model: Path, options: argparse.Namespace) -> str | None:
-    """Make the directory of the store; return the digest of the model's weights, or None without a store.
+def weights_of(model: Path, options: argparse.Namespace) -> str | None:
+    """The digest of a model's weights if a store or a session needs it, else None. Makes the directory of the store.
 
-    The directory also keeps the digests of unchanged files. Raises `UsageError` if it cannot be made or an argument is
-    missing.
+    The directory, or without a store one in the user's cache, also keeps the digests of unchanged files. Raises
+    `UsageError` if it cannot be made or options cannot be used together.
     """
-    if options.store is None and options.store_bytes is None:
+    has_session = getattr(options, "session", None) is not None
+    if options.store is None and options.store_bytes is None and not has_session:
         return None
-    if options.store is None or options.store_bytes is None:
+    if (options.store is None) != (options.store_bytes is None):
         raise UsageError("--store and --store-bytes must be used together")
     if options.no_prefix_cache:
-        raise UsageError("--store keeps the prefixes of the prefix cache: it cannot be used with --no-prefix-cache")
+        raise UsageError(
+            "--store and --session keep pages of the prefix cache: they cannot be used with --no-prefix-cache"
+        )
+    if options.store is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "pagepool")
+    else:
+        folder = Path(options.store)
     try:
-        store = Path(options.store)
-        store.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return weights_digest(model, store / "weights.json")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return weights_digest(model, folder / "weights.json")
     except OSError as error:
-        raise UsageError(f"{options.store}: {error.strerror}") from error
+        raise UsageError(f"{folder}: {error.strerror}") from error
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -3,13 +3,14 @@ from typing import Any, SupportsIndex, final
 
 from pagepool.memory.allocator import BlockAllocator
 
-__all__ = ["SUM_KEY_BYTES", "PageQueue", "block_bytes", "page_sums", "write_block"]
+__all__ = ["SUM_KEY_BYTES", "PageQueue", "block_bytes", "page_sums", "read_block", "write_block"]
 
 SUM_KEY_BYTES: int
 
 def page_sums(key: bytes, data: Any) -> bytes: ...
 def block_bytes(allocator: BlockAllocator) -> int: ...
-def write_block(allocator: BlockAllocator, block: SupportsIndex, data: Any) -> None: ...
+def read_block(allocator: BlockAllocator, block: SupportsIndex, bytes_of_block: Any) -> None: ...
+def write_block(allocator: BlockAllocator, block: SupportsIndex, bytes_of_block: Any) -> None: ...
 
 @final
 class PageQueue:

@@ -1,7 +1,7 @@
 """Pages on their way between a pool and a store: the queue of pages to write, and their sums."""
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -15,7 +15,7 @@ from pagepool.prefix.radix_tree cimport NodeTable
 from pagepool._arguments import integer
 from pagepool.errors import InvalidBlock, PoolError
 
-__all__ = ["PageQueue", "SUM_KEY_BYTES", "block_bytes", "page_sums", "write_block"]
+__all__ = ["PageQueue", "SUM_KEY_BYTES", "block_bytes", "page_sums", "read_block", "write_block"]
 
 
 cdef extern from "regions.h" nogil:
@@ -83,27 +83,46 @@ def block_bytes(BlockAllocator allocator not None):
     return pp_regions_block_bytes(allocator.regions, &allocator.lock)
 
 
-def write_block(BlockAllocator allocator not None, block, data):
-    """Copy `data` into the pages of a block, in all pools of the allocator, in the order in which they were attached.
+def read_block(BlockAllocator allocator not None, block, bytes_of_block):
+    """Copy the pages of a block, in all pools of the allocator, into a writable buffer of `block_bytes`.
 
-    The caller holds the only reference to the block. Releases the GIL. Raises `InvalidBlock` for an id that is free or
-    out of range, and `PoolError` when the pages do not have `len(data)` bytes.
+    The caller holds a reference to the block. Releases the GIL. Raises `InvalidBlock` for an id that is free or out of
+    range, and `PoolError` when the pages have another size than the buffer.
     """
+    move_block(allocator, block, bytes_of_block, PyBUF_WRITABLE)
+
+
+def write_block(BlockAllocator allocator not None, block, bytes_of_block):
+    """Copy a buffer of `block_bytes` into the pages of a block, in all pools of the allocator.
+
+    The caller holds the only reference to the block. Releases the GIL. Raises as `read_block`.
+    """
+    move_block(allocator, block, bytes_of_block, PyBUF_SIMPLE)
+
+
+cdef int move_block(BlockAllocator allocator, block, bytes_of_block, int flags) except -1:
+    """Read the pages into a buffer if `flags` says that it must be writable, else write them."""
     cdef int32_t number = integer("block", block, 0, allocator.max_capacity - 1)
     cdef Py_buffer view
     cdef pp_status status
     if allocator.c_ref_count(number) < 1:
-        raise InvalidBlock(f"block {number} is free: its pages cannot be written")
-    PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
+        raise InvalidBlock(f"block {number} is free: its pages cannot be copied")
+    PyObject_GetBuffer(bytes_of_block, &view, flags)
     try:
         with nogil:
-            status = pp_regions_write_block(
-                allocator.regions, &allocator.lock, number, <const unsigned char *>view.buf, view.len
-            )
+            if flags & PyBUF_WRITABLE:
+                status = pp_regions_read_block(
+                    allocator.regions, &allocator.lock, number, <unsigned char *>view.buf, view.len
+                )
+            else:
+                status = pp_regions_write_block(
+                    allocator.regions, &allocator.lock, number, <const unsigned char *>view.buf, view.len
+                )
         if status != PP_OK:
             raise PoolError(f"a block has {block_bytes(allocator)} bytes in all pools, got {view.len}")
     finally:
         PyBuffer_Release(&view)
+    return 0
 
 
 @cython.final

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import time
@@ -17,6 +18,8 @@ from families import each, prompts, tiny_model  # noqa: E402
 from test_generate import SECONDS, run, served, start  # noqa: E402
 
 from pagepool import Engine, SamplingParams  # noqa: E402
+from pagepool.cli.model_options import model_directory  # noqa: E402
+from pagepool.integrations.transformers.pretrained import load_pretrained  # noqa: E402
 from pagepool.integrations.transformers.storing import digest_of_weights  # noqa: E402
 
 STORE_BYTES = 64 << 20
@@ -129,3 +132,41 @@ def test_a_server_that_was_killed_in_a_stream_finds_its_prompts_again(tmp_path):
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait(SECONDS) == 0
     process.communicate()
+
+
+def test_a_text_goes_on_from_its_session(tmp_path):
+    file, session = tmp_path / "figures.json", tmp_path / "session"
+    common = ("--session", str(session), "--json", str(file), "--max-new-tokens", "8")
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    texts, prompt = [], "def main():\n    return 1\n" * 24
+    for text in (prompt, " and"):
+        process = start("generate", text, *common, env=environment)
+        assert process.wait(SECONDS) == 0, process.communicate()[1]
+        process.communicate()
+        [output] = json.loads(file.read_text())["outputs"]
+        texts.append(output["text"])
+    assert output["cached_tokens"] >= output["prompt_tokens"] - 32 > 64
+    with Engine(*load_pretrained(model_directory(None))) as engine:
+        tokens = engine.encoder.encode(prompt)
+        for text in texts:
+            generation = engine.submit(tokens, SamplingParams(8)).result(SECONDS)
+            assert generation.text == text
+            tokens = [*tokens, *generation.token_ids, *engine.encoder.encode(" and", add_special_tokens=False)]
+
+
+def test_a_chat_goes_on_from_its_session(tmp_path):
+    session = str(tmp_path / "session")
+    options = ("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--session", session)
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    lines = ["open a file and read every line of it\n", "close it\n"]
+    process = start(*options, "--system", "write code", env=environment)
+    assert "saved" in process.communicate(lines[0], SECONDS)[1]
+    process = start(*options, env=environment)
+    _, err = process.communicate(lines[1], SECONDS)
+    cached, prompt_tokens = map(int, re.search(r"(\d+) of (\d+) prompt tokens cached", err).groups())
+    process = start(*options[:-2], "--system", "write code", env=environment)
+    _, err = process.communicate("".join(lines), SECONDS)
+    assert re.findall(r"(\d+) of (\d+) prompt tokens cached", err)[1] == (str(cached), str(prompt_tokens))
+    assert cached >= 16
+    process = start("generate", "x", "--session", session, env=environment)
+    assert "--chat" in process.communicate(None, SECONDS)[1] and process.returncode == 2

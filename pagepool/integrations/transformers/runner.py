@@ -22,6 +22,7 @@ from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.checkpoints import StateCheckpoints
+from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.store import PrefixStore
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.scheduler import Scheduler
@@ -199,13 +200,26 @@ class ModelRunner:
         OSError
             As `PrefixStore`.
         """
+        return PrefixStore(path, self.fingerprint(weights), max_bytes)
+
+    def fingerprint(self, weights: str | None = None) -> Fingerprint:
+        """Returns what the pages of this model depend on, for stores and sessions.
+
+        Parameters
+        ----------
+        weights
+            A digest of the weights, such as `weights_digest` returns. None: every weight is read.
+
+        Raises
+        ------
+        ValueError
+            The model has recurrent states, which stores and sessions do not keep.
+        """
         if self.states is not None or not self.pools:
-            raise ValueError(
-                f"{type(self.model).__name__} has recurrent states, and a store keeps keys and values only"
-            )
-        pools = self._memory.all_pools
+            name = type(self.model).__name__
+            raise ValueError(f"{name} has recurrent states, and stores and sessions keep keys and values only")
         packed = self._paged_forward.hooks.packed
-        return PrefixStore(path, model_fingerprint(self.model, pools, self.block_size, weights, packed), max_bytes)
+        return model_fingerprint(self.model, self._memory.all_pools, self.block_size, weights, packed)
 
     def new_prefix_cache(self, max_events: int = 0, store: PrefixStore | None = None) -> PrefixCache:
         """Returns a new `PrefixCache` over the pool.

@@ -1,0 +1,58 @@
+"""`pagepool generate --session FILE`: a text or a conversation that goes on in a later process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from pagepool.cli.model_options import model_directory, weights_of
+from pagepool.cli.usage import UsageError
+
+if TYPE_CHECKING:
+    from pagepool.engine import Engine
+    from pagepool.prefix.cache import PrefixCache
+
+__all__ = ["SessionFile"]
+
+
+class SessionFile:
+    """The file of a session and what it had at the start.
+
+    tokens  all tokens so far; empty for a new session
+    note    what `save` was given, or None
+    """
+
+    def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
+        from pagepool.prefix.session import load_session
+
+        self._engine, self._path = engine, Path(options.session)
+        self._cache = cast("PrefixCache", engine.prefix_cache)  # `weights_of` refuses --no-prefix-cache
+        self.tokens: list[int] = []
+        self.note: Any = None
+        try:
+            self._fingerprint = engine.runner.fingerprint(weights_of(model_directory(options.model), options))
+            if self._path.exists():
+                found = load_session(self._path, self._cache, self._fingerprint)
+                self.tokens, self.note = found.tokens.tolist(), found.note
+                if isinstance(self.note, dict) != options.chat:
+                    raise ValueError(f"{self._path}: it has a {'text' if options.chat else 'chat'}, see --chat")
+                self._say(f"{len(self.tokens):,} tokens, {found.num_cached:,} of them need no computing")
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens so far and those of a text behind them."""
+        options = {"add_special_tokens": False} if self.tokens else {}
+        return [*self.tokens, *self._engine.encoder.encode(text, **options)]
+
+    def save(self, tokens: list[int], note: Any = None) -> None:
+        """Write all tokens and the pages that are cached for them. Raises OSError where that cannot be."""
+        from pagepool.prefix.session import save_session
+
+        count = save_session(self._path, self._cache, self._fingerprint, tokens, note=note)
+        self._say(f"saved with {len(tokens):,} tokens, {count:,} of them with their pages")
+
+    def _say(self, line: str) -> None:
+        print(f"pagepool: {self._path}: {line}", file=sys.stderr, flush=True)
