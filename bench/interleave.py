@@ -25,8 +25,6 @@ PAUSE = 0.008  # seconds between turns: idle OpenMP threads spin for about 5 ms
 
 def bound_of(module, environment):
     """Return the name of the compute rate that limits a side. The default is "fma", with the CPU's longest vectors."""
-    if module == "ours:Bf16":
-        return "dot"
     forced = {**os.environ, **environment}.get("PAGEPOOL_ISA")
     return "fma_of_8" if module == "ours" and forced == "avx2" else "fma"
 

@@ -1,7 +1,7 @@
 """Time of decode relative to the machine's limit, both measured in alternation in one run.
 
     python bench/limit.py [--shape S1,S2] [--dtype bfloat16,float32] [--threads 1,2] [--isa avx2,avx512] [--json FILE]
-    python bench/limit.py --arithmetic exact,bf16       bfloat16 dot products against exact arithmetic
+    python bench/limit.py --arithmetic exact,bf16x2     products of bfloat16 against exact arithmetic
     python bench/limit.py --variants [--shape S1,S4]    soft cap, sinks, ALiBi and window against plain decode
     python bench/limit.py --busy [--shape S5]           2 threads while another process uses one core
 
@@ -9,7 +9,7 @@ A cell's limit is the longer of two times:
 
 - memory: stream the cell's bytes of K and V, contiguous, at the best of three prefetch distances;
 - compute: do its multiplications and additions at the FMA rate of `threads` cores. A forced AVX2 uses the rate of
-  AVX2 vectors. bf16 arithmetic uses the rate of bf16 dot products.
+  AVX2 vectors.
 
 Each round measures stream, pages, FMA, decode, FMA. The faster of a round's two FMA rates counts. `share` is the median
 of the rounds' limit / time. `of best` uses the fastest rate of all rounds instead. `pages` is the time to read the same
@@ -63,9 +63,9 @@ def print_facts(found):
 
 def print_row(row):
     for name, side in row["sides"].items():
-        binds = "stream" if side["compute_ms"] <= row["stream_ms"] else "dot" if name == "bf16" else "fma"
+        binds = "stream" if side["compute_ms"] <= row["stream_ms"] else "fma"
         bound = binds if row["bounds"][name] == "fma_of_8" else row["binds"]
-        wanted = None if name == "bf16" else target(row["shape"], row["dtype"], row["threads"], bound)
+        wanted = None if name.startswith("bf16") else target(row["shape"], row["dtype"], row["threads"], bound)
         reached = "" if wanted is None else f"{wanted:6.2f}  {'yes' if round(side['share'], 2) >= wanted else 'no'}"
         print(
             f"{row['shape']:5} {row['dtype']:9} {row['threads']:7} {row['stream_ms']:9.3f} "
@@ -95,7 +95,7 @@ def shares(options):
     isas = options.isa.split(",") if options.isa else []
     sides = {isa: (sys.executable, "ours", {"PAGEPOOL_ISA": isa}) for isa in isas}
     if options.arithmetic:
-        modules = {"exact": "ours", "bf16": "ours:Bf16"}
+        modules = {"exact": "ours", "bf16": "ours:Bf16", "bf16x2": "ours:Bf16x2"}
         isas, sides = [], {name: (sys.executable, modules[name], {}) for name in options.arithmetic}
     sides = sides or {"decode": (sys.executable, "ours", {})}
     rows = []
@@ -106,15 +106,16 @@ def shares(options):
             "shape dtype     threads stream ms   GB/s  pages ms    FMA ms  binds  side                    ms  "
             "of stream of best  share target"
         )
-        dtypes = ["bfloat16"] if "bf16" in sides else options.dtype
+        dtypes = ["bfloat16"] if {"bf16", "bf16x2"} & sides.keys() else options.dtype
         for shape in options.shape:
             for row in comparison.shape(shape, dtypes):
                 rows.append(row)
                 print_row(row)
     for isa in isas[:-1]:
         print_ratios(rows, isa, isas[-1])
-    if {"exact", "bf16"} <= sides.keys():
-        print_ratios(rows, "bf16", "exact")
+    for name in ("bf16", "bf16x2"):
+        if {"exact", name} <= sides.keys():
+            print_ratios(rows, name, "exact")
     return {"machine": found, "rows": rows}
 
 
@@ -122,7 +123,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_options(parser)
     parser.add_argument("--isa", help="comma list of instruction sets, each forced in its own process")
-    parser.add_argument("--arithmetic", type=names(["exact", "bf16"]), help="comma list of exact, bf16: pages of bf16")
+    parser.add_argument("--arithmetic", type=names(["exact", "bf16", "bf16x2"]), help="comma list: pages of bf16")
     parser.add_argument("--variants", action="store_true", help="the cost of soft cap, sinks, ALiBi and window")
     parser.add_argument("--busy", action="store_true", help="2 threads while another process uses one core")
     options = parser.parse_args(arguments)

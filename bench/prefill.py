@@ -2,12 +2,13 @@
 
     python bench/prefill.py [--threads 1,2] [--all] [--json FILE]
     python bench/prefill.py --cell 32/8x128:8x512+3584 [--dtype bfloat16]    one cell: heads, sequences x new + cached
-    python bench/prefill.py --peer [--peers build/peers]                     with torch's scaled_dot_product_attention
+    python bench/prefill.py --peer torch,vllm [--arithmetic exact,bf16x2,bf16] [--peers build/peers]
+                                       with torch's scaled_dot_product_attention and vLLM's kernels
 
 A round measures the rate, prefill, and the rate again. It is repeated while the two rates differ by more than 10 %. The
 share is relative to the higher rate, and the median over the rounds is printed. Operations are products and sums over
-the tokens that the causal mask admits: 4 * heads * dim * (new * cached + new * (new + 1) / 2) per sequence. bf16
-arithmetic is compared with the rate of bfloat16 dot products, AVX2 with multiply-adds in vectors of 8.
+the tokens that the causal mask admits: 4 * heads * dim * (new * cached + new * (new + 1) / 2) per sequence. AVX2 is
+compared with multiply-adds in vectors of 8. With AMX, "bf16x2" and "bf16" can exceed the rate of multiply-adds.
 """
 
 import argparse
@@ -133,9 +134,7 @@ def calm(before, after):
 def share_of(prefill, machine, threads, options):
     """Return a row of the table: medians over the rounds."""
     cell, rounds, repeated = prefill.cell, [], 0
-    bound = bound_of("ours:Bf16" if cell.arithmetic == "bf16" else "ours", {})
-    if not machine.rate(bound, 1, 0.001):
-        bound = "fma"  # no such instruction
+    bound = bound_of("ours", {})
     wanted = options.rounds
     if cell.operations > MINUTES:
         wanted = 1
@@ -188,7 +187,8 @@ def cells_of(options):
         plain = PLAIN + (OTHERS if options.all else [])
     cells = [(replace(cell, dtype=dtype), options.threads) for cell in plain for dtype in options.dtype]
     if not options.cell and "bfloat16" in options.dtype:
-        cells.append((replace(LONG, dtype="bfloat16", arithmetic="bf16"), options.threads))
+        for arithmetic in ("bf16x2", "bf16"):
+            cells.append((replace(LONG, dtype="bfloat16", arithmetic=arithmetic), options.threads))
     if not options.cell and options.all:
         cells.append((LONGEST, [1]))
     return cells
@@ -218,75 +218,91 @@ def measure_avx2(options):
     return rows
 
 
-def python_with_torch(folder):
-    """Return the interpreter of a peer's environment that has torch, or None."""
-    for name in ("sdpa", "vllm"):
+def python_with(module, names, folder):
+    """Return the interpreter of a peer's environment that has the module, or None."""
+    for name in names:
         python = python_of(PEERS[name], folder)
-        if python.exists() and subprocess.run([python, "-c", "import torch"], capture_output=True).returncode == 0:
+        if python.exists() and subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0:
             return python
     return None
 
 
+def question_of(name, cell, threads, seconds):
+    """Return the request to a peer, or None if the peer cannot run the cell."""
+    asked = {"heads": cell.heads, "kv_heads": cell.kv_heads, "dim": cell.dim, "length": cell.new, "dtype": cell.dtype}
+    if name == "vllm":
+        asked |= {"sequences": cell.sequences, "cached": cell.cached}
+    elif cell.cached or cell.sequences > 1:
+        return None
+    return asked | {"threads": threads, "seconds": seconds}
+
+
+def beside(ours, name, peer, machine, threads, options):
+    """Return a row that compares pagepool with a peer, or the peer's error."""
+    cell, pairs, shares, repeated = ours.cell, [], [], 0
+    ours.run(threads)
+    while len(pairs) < options.rounds:
+        before = machine.rate("fma", threads)
+        peer.tell(**question_of(name, cell, threads, options.seconds))
+        answer = peer.answer()
+        if "failed" in answer:
+            return answer["failed"]
+        pair = ours.seconds(threads, options.seconds), answer["seconds"]
+        after = machine.rate("fma", threads)
+        if not calm(before, after) and repeated < ATTEMPTS:
+            repeated += 1
+            continue
+        pairs.append(pair)
+        shares.append([cell.operations / took / max(before, after) for took in pair])
+    mine, theirs = (1e3 * median(column) for column in zip(*pairs, strict=True))
+    share, peer_share = (median(column) for column in zip(*shares, strict=True))
+    return {
+        "cell": str(cell),
+        "dtype": cell.dtype,
+        "arithmetic": cell.arithmetic,
+        "peer": name,
+        "threads": threads,
+        "ms": mine,
+        f"{name}_ms": theirs,
+        "times": median(b / a for a, b in pairs),
+        "tokens": cell.new,
+        "share": share,
+        f"{name}_share": peer_share,
+    }
+
+
 def compare(options, machine):
-    """Compare prefill with torch and the FMA rate, round by round; pages, K, V, queries and results have one dtype."""
-    python = python_with_torch(options.peers)
-    if python is None:
-        print(f"no environment in {options.peers} has torch: python bench/peers.py --install makes one")
-        return []
+    """Compare prefill with peers and the FMA rate, round by round; pages, K, V, queries and results have one dtype."""
     rows = []
-    peer = Process(python, "", {}, "sides/torch_prefill.py")
-    print(f"{'heads:prompts':24} {'dtype':9} threads   ours, ms  torch, ms  times  share  torch")
-    for length in PEER_LENGTHS:
-        for dtype in options.dtype:
-            cell = replace(LONG, new=length, dtype=dtype)
-            ours = Prefill(cell, wide=False)
-            for threads in options.threads:
-                ours.run(threads)
-                pairs, shares, repeated = [], [], 0
-                while len(pairs) < options.rounds:
-                    before = machine.rate("fma", threads)
-                    peer.tell(
-                        heads=cell.heads,
-                        kv_heads=cell.kv_heads,
-                        dim=cell.dim,
-                        length=length,
-                        dtype=dtype,
-                        threads=threads,
-                        seconds=options.seconds,
-                    )
-                    answer = peer.answer()
-                    if "failed" in answer:
-                        print(f"torch: {answer['failed']}")
-                        return rows
-                    pair = ours.seconds(threads, options.seconds), answer["seconds"]
-                    after = machine.rate("fma", threads)
-                    if not calm(before, after) and repeated < ATTEMPTS:
-                        repeated += 1
-                        continue
-                    pairs.append(pair)
-                    shares.append([cell.operations / took / max(before, after) for took in pair])
-                mine, theirs = (1e3 * median(column) for column in zip(*pairs, strict=True))
-                times = median(b / a for a, b in pairs)
-                share, torch_share = (median(column) for column in zip(*shares, strict=True))
-                rows.append(
-                    {
-                        "cell": str(cell),
-                        "dtype": dtype,
-                        "threads": threads,
-                        "ms": mine,
-                        "torch_ms": theirs,
-                        "times": times,
-                        "tokens": length,
-                        "share": share,
-                        "torch_share": torch_share,
-                    }
-                )
-                print(
-                    f"{cell!s:24} {dtype:9} {threads:7} {mine:10.2f} {theirs:10.2f} {times:6.2f} {share:6.2f} "
-                    f"{torch_share:6.2f}",
-                    flush=True,
-                )
-    peer.quit()
+    cells = options.cell or [replace(LONG, new=length) for length in PEER_LENGTHS]
+    print(f"{'heads:prompts':24} {'dtype':9} {'arithmetic':10} threads   ours, ms  peer, ms  times  share   peer")
+    for name in options.peer:
+        python = python_with(
+            *({"torch": ("torch", ("sdpa", "vllm")), "vllm": ("vllm", ("vllm",))}[name]), options.peers
+        )
+        if python is None:
+            print(f"no environment in {options.peers} has {name}: python bench/peers.py --install makes one")
+            continue
+        peer = Process(python, "", {}, f"sides/{name}_prefill.py")
+        for cell in cells:
+            for dtype in options.dtype:
+                for arithmetic in options.arithmetic if dtype == "bfloat16" else ["exact"]:
+                    ours = Prefill(replace(cell, dtype=dtype, arithmetic=arithmetic), wide=False)
+                    for threads in options.threads:
+                        if not question_of(name, ours.cell, threads, options.seconds):
+                            continue
+                        row = beside(ours, name, peer, machine, threads, options)
+                        if isinstance(row, str):
+                            print(f"{name}: {row}")
+                            continue
+                        rows.append(row)
+                        print(
+                            f"{cell!s:24} {dtype:9} {arithmetic:10} {threads:7} {row['ms']:10.2f} "
+                            f"{row[f'{name}_ms']:10.2f} {row['times']:6.2f} {row['share']:6.2f} "
+                            f"{row[f'{name}_share']:6.2f} {name}",
+                            flush=True,
+                        )
+        peer.quit()
     return rows
 
 
@@ -298,7 +314,9 @@ def main(arguments=None):
     parser.add_argument("--threads", type=counts, default="1,2", help="comma list of numbers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.15, help="minimum time of prefill per round")
-    parser.add_argument("--peer", action="store_true", help="compare with torch instead, if an environment has it")
+    names = {"type": lambda text: text.split(",")}
+    parser.add_argument("--peer", **names, nargs="?", const="torch", help="compare with torch, vllm (comma list)")
+    parser.add_argument("--arithmetic", **names, default="exact", help="comma list, with --peer and bfloat16")
     parser.add_argument("--peers", default="build/peers", metavar="DIR", help="folder of the environments")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     options = parser.parse_args(arguments)

@@ -109,6 +109,7 @@ cdef extern from "pagepool/attention.h" nogil:
     ctypedef enum pp_arithmetic:
         PP_EXACT
         PP_ROUNDED_BF16
+        PP_BF16X2
 
     ctypedef struct pp_decode_args:
         const pp_kv_pool *pool
@@ -170,6 +171,7 @@ cdef extern from "pagepool/attention.h" nogil:
 cdef extern from "pagepool/cpu.h" nogil:
     const char *pp_isa() noexcept
     int pp_isa_forced_unavailable() noexcept
+    int pp_tiles_refused() noexcept
     const char *pp_isa_available(int i) noexcept
     const char *pp_prefetch() noexcept
     int pp_prefetch_forced_unknown() noexcept

@@ -47,6 +47,12 @@ class Side(Base):
 
 
 class Bf16(Side):
-    """bf16 arithmetic: dot products over bfloat16 pages."""
+    """Queries and weights rounded to bfloat16, over bfloat16 pages."""
 
     arithmetic = "bf16"
+
+
+class Bf16x2(Side):
+    """With weights in two parts of bfloat16, for pages of bfloat16."""
+
+    arithmetic = "bf16x2"

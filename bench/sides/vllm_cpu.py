@@ -1,18 +1,23 @@
-"""vLLM's CPU kernel over its own paged cache of shuffled blocks. int8 uses its fp8 cache with bfloat16 queries."""
+"""vLLM's CPU kernels over its own paged cache of shuffled blocks. int8 uses its fp8 cache with bfloat16 queries.
+
+vLLM itself chooses the instruction set for each block size: AMX for bfloat16 if the CPU has it.
+"""
 
 import math
 
 import torch
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from sides.common import Call
 from sides.torch_attention import TorchSide, tensor
 
 BLOCK_SIZES = (32, 128)
-ISA = "vec"  # vLLM's name for the kernels without AMX
 
 current_platform.import_kernels()
+if torch.cpu._is_amx_tile_supported():
+    torch.cpu._init_amx()  # asks the system for permission
 
 
 class Side(TorchSide):
@@ -37,17 +42,26 @@ class Side(TorchSide):
         for row in range(num_seqs):
             k, v = (tensor(x[row], case.UNIT, self.kind) for x in (case.k, case.v))
             slots = (tables[row].long()[:, None] * size + torch.arange(size)).reshape(-1)
-            ops.cpu_attn_reshape_and_cache(k, v, *first.chunk(2, dim=2), slots, ISA, kv_cache_dtype=self.cache)
+            isa = self.isa(size)
+            ops.cpu_attn_reshape_and_cache(k, v, *first.chunk(2, dim=2), slots, isa, kv_cache_dtype=self.cache)
         caches = [first, *(first.clone() for _ in range(case.copies - 1))]
         return tables, [cache.chunk(2, dim=2) for cache in caches]
 
-    def calls(self, threads):
+    def isa(self, size):
+        return _get_attn_isa(self.kind, size, self.case.k.shape[3], self.cache)
+
+    def plan(self, size):
         num_seqs, _, num_kv_heads, head_dim = self.case.k.shape
-        plan = ops.cpu_attn_get_scheduler_metadata(
-            num_seqs, self.q.shape[1], num_kv_heads, head_dim, self.lens, self.kind, self.starts, True, -1, ISA, True,
-            None, self.cache,
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_seqs, self.q.shape[1], num_kv_heads, head_dim, self.lens, self.kind, self.starts, True, -1,
+            self.isa(size), True, None, self.cache,
         )  # fmt: skip
-        return {f"blocks of {size}": Call(self.call(plan, *made), self.output) for size, made in self.caches.items()}
+
+    def calls(self, threads):
+        return {
+            f"blocks of {size}, {self.isa(size)}": Call(self.call(self.plan(size), *made), self.output)
+            for size, made in self.caches.items()
+        }
 
     def call(self, plan, tables, caches):
         scale, copies, cache = 1 / math.sqrt(self.q.shape[2]), self.case.copies, self.cache

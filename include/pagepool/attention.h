@@ -82,20 +82,25 @@ extern "C" {
  * PP_EXACT: f32 products and sums of the stored values.  A head's error is below 1e-5 of its largest output if scores
  * stay below about 20.  Scores are f32, so the error grows with them.
  *
- * PP_ROUNDED_BF16 requires bf16 pages.  Queries and softmax weights are rounded to bf16 and multiplied by the CPU's dot
- * products of bf16 pairs (AVX512_BF16), at twice the rate of fma.  All other arithmetic is f32.  Products and their
- * sums treat subnormals as zeros.  bf16 has 8 binary digits, so rounding changes a number by less than 2^-8 of it.  The
- * error of a score is at most
+ * PP_BF16X2 and PP_ROUNDED_BF16 require bf16 pages.  Their products are those of AMX's TDPBF16PS.  A CPU without AMX
+ * computes the same bits by vectors, no faster than PP_EXACT.  All other arithmetic is f32.  Products and their
+ * sums treat subnormals as zeros.
+ *
+ * PP_BF16X2: a softmax weight is the sum of two bf16 numbers.  A query element is one bf16 number (bf16), or the sum of
+ * two (f16) or three (f32).  The error is below 1e-5 of a head's largest output on normally distributed numbers.  An
+ * infinity in K, V or a query may make a result NaN.
+ *
+ * PP_ROUNDED_BF16: queries and softmax weights are rounded to bf16.  bf16 has 8 binary digits, so rounding changes a
+ * number by less than 2^-8 of it.  The error of a score is at most
  *
  *     E = 2^-8 |sm_scale| max_t sum_d |q[d] K[t][d]|
  *
  * and the error of a result at most (exp(2 E) (1 + 2^-7) - 1) sum_t weight[t] |V[t]|, of the lse E + 2^-8, plus f32
- * rounding.  On random numbers the error is a fiftieth of the bound or less.  The bits are the same with and without
- * the instruction; without it this arithmetic is slower than PP_EXACT.
+ * rounding.  On random numbers the error is a fiftieth of the bound or less.
  *
- * Both have the same bits on every instruction set with fma.  "baseline" (pagepool/cpu.h) has no fma and rounds
+ * Each has the same bits on every instruction set with fma.  "baseline" (pagepool/cpu.h) has no fma and rounds
  * products before it adds them: its bits are deterministic but different. */
-typedef enum pp_arithmetic { PP_EXACT = 0, PP_ROUNDED_BF16 = 1 } pp_arithmetic;
+typedef enum pp_arithmetic { PP_EXACT = 0, PP_ROUNDED_BF16 = 1, PP_BF16X2 = 2 } pp_arithmetic;
 
 typedef struct pp_decode_args {
     const pp_kv_pool *pool;

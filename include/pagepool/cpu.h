@@ -8,10 +8,11 @@
 extern "C" {
 #endif
 
-/* Name of the instruction set in use: "avx512_wide_bf16", "avx512_wide", "avx512_bf16", "avx512", "avx2",
- * "neon_dotprod", "neon" or "baseline".
+/* Name of the instruction set in use: "amx", "avx512_wide_bf16", "avx512_wide", "avx512_bf16", "avx512",
+ * "avx2", "neon_dotprod", "neon" or "baseline".
  *
- *   bf16      has dot products of bf16
+ *   amx       multiplies tiles of bf16; only if the operating system lets the process use them
+ *   bf16      for CPUs with AVX512_BF16
  *   wide      for cores with 512-bit vector units, detected by a measurement of less than 0.1 ms
  *   dotprod   has dot products of 8-bit integers
  *
@@ -21,6 +22,10 @@ extern "C" {
  * its multiply-adds round twice. */
 PP_API const char *pp_isa(void);
 PP_API int pp_isa_forced_unavailable(void);
+
+/* Returns 1 if the CPU has AMX and the operating system does not let the process use it, because the alternate signal
+ * stack of a thread is too small for the state of tiles.  Another instruction set is used then. */
+PP_API int pp_tiles_refused(void);
 
 /* How often the kernels prefetch each cache line of K and V: "none", "once" or "twice".  The default is "twice"; the
  * first call reads the environment variable PAGEPOOL_PREFETCH.  An unknown name is ignored, and

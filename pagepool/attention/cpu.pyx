@@ -3,7 +3,7 @@
 from pagepool.csrc cimport PP_MAX_THREADS
 from pagepool.memory.kernels cimport (
     c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable, c_num_threads_forced_unusable, c_prefetch,
-    c_prefetch_forced_unknown,
+    c_prefetch_forced_unknown, c_tiles_refused,
 )
 
 import os
@@ -33,7 +33,8 @@ cdef int c_num_threads() except -1:
 def cpu_info():
     """Says which instruction set the kernels use.
 
-    Returns a dict: `isa`, the instruction set in use; `available`, those that this build has and this machine can run,
+    Returns a dict: `isa`, the instruction set in use; `tiles`, "amx" or "vectors", what computes the products of
+    arithmetic "bf16x2" and "bf16"; `available`, those that this build has and this machine can run,
     best first; `num_threads`, the default of `decode`; `prefetch`, how often `decode` prefetches what it reads;
     `machine`, the architecture. The environment variable PAGEPOOL_ISA names one of `available` to use instead of the
     best, PAGEPOOL_PREFETCH is none, once or twice (the default); both are read once, and neither changes a bit but
@@ -49,6 +50,7 @@ def cpu_info():
         available.append(c_isa_available(<int>len(available)).decode())
     return {
         "isa": c_isa().decode(),
+        "tiles": "amx" if <bytes>c_isa() == b"amx" else "vectors",
         "available": available,
         "num_threads": c_num_threads(),
         "prefetch": c_prefetch().decode(),
@@ -60,6 +62,13 @@ if c_isa_forced_unavailable():
     warnings.warn(
         f"PAGEPOOL_ISA={os.environ.get('PAGEPOOL_ISA')} is not one of {', '.join(cpu_info()['available'])}: "
         f"{c_isa().decode()} is used",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+if c_tiles_refused():
+    warnings.warn(
+        "the system does not let this process use AMX: the alternate signal stack of a thread is too small for "
+        f"the state of tiles (8 KiB and more); {c_isa().decode()} is used",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -25,7 +25,7 @@ def decode(
     out: Any = None,
     return_lse: Literal[False] = False,
     return_block_scores: Literal[False] = False,
-    arithmetic: Literal["exact", "bf16"] = "exact",
+    arithmetic: Literal["exact", "bf16x2", "bf16", "auto"] = "exact",
     cascade: bool = True,
     num_threads: int | None = None,
 ) -> NDArray[Any]: ...
@@ -47,7 +47,7 @@ def decode(
     out: Any = None,
     return_lse: Literal[True],
     return_block_scores: Literal[False] = False,
-    arithmetic: Literal["exact", "bf16"] = "exact",
+    arithmetic: Literal["exact", "bf16x2", "bf16", "auto"] = "exact",
     cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
@@ -69,7 +69,7 @@ def decode(
     out: Any = None,
     return_lse: Literal[False] = False,
     return_block_scores: Literal[True],
-    arithmetic: Literal["exact", "bf16"] = "exact",
+    arithmetic: Literal["exact", "bf16x2", "bf16", "auto"] = "exact",
     cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...
@@ -91,7 +91,7 @@ def decode(
     out: Any = None,
     return_lse: Literal[True],
     return_block_scores: Literal[True],
-    arithmetic: Literal["exact", "bf16"] = "exact",
+    arithmetic: Literal["exact", "bf16x2", "bf16", "auto"] = "exact",
     cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.float32]]: ...
@@ -112,7 +112,7 @@ def prefill(
     sinks: Any = None,
     out: Any = None,
     return_lse: Literal[False] = False,
-    arithmetic: Literal["exact", "bf16"] = "exact",
+    arithmetic: Literal["exact", "bf16x2", "bf16", "auto"] = "exact",
     cascade: bool = True,
     num_threads: int | None = None,
 ) -> NDArray[Any]: ...
@@ -133,7 +133,7 @@ def prefill(
     sinks: Any = None,
     out: Any = None,
     return_lse: Literal[True],
-    arithmetic: Literal["exact", "bf16"] = "exact",
+    arithmetic: Literal["exact", "bf16x2", "bf16", "auto"] = "exact",
     cascade: bool = True,
     num_threads: int | None = None,
 ) -> tuple[NDArray[Any], NDArray[np.float32]]: ...

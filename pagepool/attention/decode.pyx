@@ -15,6 +15,7 @@ from pagepool.attention.cpu cimport c_num_threads
 from pagepool.attention.masks cimport MaskBits
 from pagepool.csrc cimport (
     PP_BF16,
+    PP_BF16X2,
     PP_EXACT,
     PP_F32,
     PP_INVALID_BLOCK,
@@ -42,7 +43,7 @@ from pagepool.memory.arrays cimport (
     release_tensor,
 )
 from pagepool.memory.block_tables cimport BlockTables
-from pagepool.memory.kernels cimport c_decode_args, c_widen
+from pagepool.memory.kernels cimport c_decode_args, c_isa, c_widen
 from pagepool.memory.kv_pool cimport KvCachePool
 
 import numpy as np
@@ -263,15 +264,18 @@ cdef class Arguments:
         return 0
 
     cdef int read_arithmetic(self, object arithmetic) except -1:
-        if isinstance(arithmetic, str) and arithmetic == "exact":
+        if not isinstance(arithmetic, str) or arithmetic not in ("exact", "bf16x2", "bf16", "auto"):
+            raise ValueError(f"arithmetic must be 'exact', 'bf16x2', 'bf16' or 'auto', not {arithmetic!r}")
+        if arithmetic == "auto":
+            in_16_bit = self.args.q_dtype != PP_F32 and self.pool.dtype == self.pool.v_dtype == "bfloat16"
+            arithmetic = "bf16x2" if in_16_bit and <bytes>c_isa() == b"amx" else "exact"
+        if arithmetic == "exact":
             self.args.arithmetic = PP_EXACT
             return 0
-        if not isinstance(arithmetic, str) or arithmetic != "bf16":
-            raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
         for name in (self.pool.dtype, self.pool.v_dtype):
             if name != "bfloat16":
-                raise ValueError(f"arithmetic 'bf16' is for pages of bfloat16, and the pool has {name}")
-        self.args.arithmetic = PP_ROUNDED_BF16
+                raise ValueError(f"arithmetic {arithmetic!r} is for pages of bfloat16, and the pool has {name}")
+        self.args.arithmetic = PP_ROUNDED_BF16 if arithmetic == "bf16" else PP_BF16X2
         return 0
 
     cdef float *read_heads(self, str name, object source) except NULL:
@@ -448,15 +452,17 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
     bits differ.
 
     In exact arithmetic a head's error is below 1e-5 of its largest output while scores stay below about 20; scores are
-    float32, and errors grow with their size. With "bf16", rounding changes a score by at most
-    E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the
-    lse by E + 2^-8; on random numbers outputs were off by up to 9e-3 of a head's largest one.
+    float32, and errors grow with their size. So it is with "bf16x2" on normally distributed numbers. With "bf16",
+    rounding changes a score by at most E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most
+    (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the lse by E + 2^-8; on random numbers outputs were off by up to
+    9e-3 of a head's largest one.
 
     NaN and inf follow IEEE 754. A NaN in q or K, a score of inf or a sink of inf makes a head NaN; a NaN in V makes its
     dim NaN. A token with the score -inf has no weight. If all scores are -inf, the head is NaN and its lse -inf (with a
     sink: zeros and the sink). Values are summed in float32, with weights of up to 2^8, before the sum is divided by the
     sum of weights, so abs(V) times the number of tokens of about equal weight must stay below 2^120 (1.3e36). Tokens
-    that a query token does not see have no influence on it, even if they are NaN.
+    that a query token does not see have no influence on it, even if they are NaN. With "bf16x2" an infinity in K, V or
+    q may make a head NaN.
 
     Raises `TypeError` for a wrong dtype, and for seq_lens or query_start_loc together with a `BlockTables`;
     `ValueError` for a wrong shape or stride, a length or number out of range, and a `BlockTables` of another allocator
@@ -513,9 +519,11 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
         Also return the weight of each block: the sum of the row's weights over its tokens, for attention-based
         eviction.
     arithmetic
-        "exact": float32 products and sums of the stored values. "bf16", for bfloat16 pages: rounds q and the
-        softmax's weights to bfloat16 and uses the CPU's bfloat16 dot products (AVX512_BF16), which do twice as
-        much; slower on a CPU without them. All else stays float32.
+        "exact": float32 products and sums of the stored values. For bfloat16 pages, products as AMX computes them; a
+        CPU without AMX computes the same bits by vectors. "bf16x2" multiplies each weight of the softmax as the sum of
+        two bfloat16 numbers, and q as one, two or three (bfloat16, float16, float32). "bf16" rounds q and the weights
+        to bfloat16. All other arithmetic is float32. "auto": "bf16x2" if the CPU has AMX, q has 16 bits and the pages
+        are bfloat16, else "exact".
     cascade
         Reads chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples, a tree of
         them) once for all; they are found in the block tables. False: for each. No bit differs.

@@ -58,7 +58,7 @@ static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
     const pp_kv_layout *layout = &plan->args.pool->layout;
     const int64_t elements = (int64_t)PP_GROUP * (layout->head_dim + (layout->v_in_k ? 0 : layout->v_head_dim));
     const int64_t fetch = ceil_div(PRODUCTS_PER_FETCH * layout->head_bytes, 2 * elements);
-    const int64_t panel = kernels_of(&plan->args)->panel_rows;
+    const int64_t panel = panel_rows_of(&plan->args);
     int64_t alone = 0, rows = 0;
     for (int32_t i = first; i < first + count; i++) {
         const int64_t own = (int64_t)plan->args.num_qo_heads / layout->num_kv_heads * queries_of(plan, plan->order[i]);
@@ -109,7 +109,7 @@ static int next_rows(void *context, pp_row *rows) {
     row_list *list = context;
     const pp_decode_plan *plan = list->plan;
     const pp_decode_args *args = &plan->args;
-    const int32_t most = kernels_of(args)->panel_rows, group_size = list->work.group_size;
+    const int32_t most = panel_rows_of(args), group_size = list->work.group_size;
     int num_rows = 0, num_views = 0;
     while (list->at < list->run->count) {
         const int32_t s = plan->order[list->run->first + list->at], head_rows = group_size * queries_of(plan, s);
@@ -151,7 +151,10 @@ void pp_run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratch) {
     const int64_t first = work.chunk.first_block * args->pool->layout.block_size;
     work.chunk.first = first > work.chunk.begin ? first : work.chunk.begin;
     list.work.group_size = work.chunk.group_size;
-    kernels_of(args)->shared[way_of(args)](&work);
+    if (way_of(args) == PP_WAY_TILES)
+        kernels_of(args)->tiles->shared(&work);
+    else
+        kernels_of(args)->shared[way_of(args)](&work);
     int32_t slice = 0;
     while ((int64_t)heads * (slice + 1) / plan->slices <= head) slice++;
     int32_t *left = &plan->heads_left[unit / heads * plan->slices + slice];

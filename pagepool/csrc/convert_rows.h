@@ -1,10 +1,6 @@
 /* convert_rows.h: rows of elements between f32 and the dtypes of pages, in an instruction set's vocabulary.  Once per
  * ISA. */
 
-static void copy_f32(void *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
-
-static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
-
 /* What an instruction makes of the payload of a NaN is the instruction set's affair; a NaN it stays. */
 static void narrow_f16(void *to, const float *from, int64_t n) {
     uint16_t *half = to;
@@ -42,27 +38,7 @@ static const float *row_in_f32(int32_t dtype, const void *row, float *wide, int3
     return wide;
 }
 
-/* Pairs of bf16 in the lanes of a vector of f32: what arithmetic of bf16 works on.  A lane holds two neighbours, the
+/* Pairs of bf16 in the lanes of a vector of f32: what products of tiles work on.  A lane holds two neighbours, the
  * first in its lower half: dims of q and K, tokens of V and of the weights.  As f32 the lanes mean nothing; they are
  * loaded, broadcast and stored as such because that keeps their bits. */
 typedef uint32_t pp_bits __attribute__((vector_size(sizeof(pp_v))));
-
-static inline pp_v keep_bits(pp_v pairs, uint32_t mask) { return (pp_v)((pp_bits)pairs & mask); }
-
-/* n numbers to nearest even, as n / 2 pairs. */
-static inline void round_to_pairs(float *pairs, const float *from, int n) {
-    uint32_t bits[PP_MAX_HEAD_DIM / 2];
-    for (int i = 0; i < n / 2; i++)
-        bits[i] = pp_f32_to_bf16(from[2 * i]) | (uint32_t)pp_f32_to_bf16(from[2 * i + 1]) << 16;
-    memcpy(pairs, bits, (size_t)n / 2 * sizeof *bits);
-}
-
-/* The numbers of pairs in f32. */
-static inline void widen_pairs(float *to, const float *pairs, int n) {
-    for (int i = 0; i < n / 2; i++) {
-        uint32_t bits;
-        memcpy(&bits, pairs + i, sizeof bits);
-        to[2 * i] = pp_float_of(bits << 16);
-        to[2 * i + 1] = pp_float_of(bits & 0xffff0000u);
-    }
-}

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "amx.h"
 #include "kernels.h"
 #include "os/os.h"
 
@@ -40,6 +41,11 @@ static int runs_avx512_bf16(void) {
     const int vnni = c >> 11 & 1; /* no CPU has bf16 without it */
     return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
+
+static int runs_amx(void) {
+    return runs_avx512_bf16() && (pp_tiles_amx_portable || pp_amx_state() == PP_AMX_PERMITTED);
+}
+static int suits_amx(void) { return !pp_tiles_amx_portable; }
 
 static int runs_vnni(void) {
     static _Atomic int known; /* 1 more than the answer; CPUID takes long under a hypervisor */
@@ -131,6 +137,7 @@ static const struct {
     int (*suits)(void);
 } CANDIDATES[] = {
 #if defined(__x86_64__)
+    {&pp_kernels_amx, runs_amx, suits_amx},
     {&pp_kernels_avx512_wide_bf16, runs_avx512_bf16, is_wide},
     {&pp_kernels_avx512_wide, runs_avx512, is_wide},
     {&pp_kernels_avx512_bf16, runs_avx512_bf16, always},
@@ -185,6 +192,14 @@ const char *pp_isa(void) { return pp_kernels_get()->name; }
 int pp_isa_forced_unavailable(void) {
     const char *name = getenv("PAGEPOOL_ISA");
     return name && *name && !by_name(name);
+}
+
+int pp_tiles_refused(void) {
+#if defined(__x86_64__)
+    return !pp_tiles_amx_portable && runs_avx512_bf16() && pp_amx_state() == PP_AMX_REFUSED;
+#else
+    return 0;
+#endif
 }
 
 const char *pp_isa_available(int i) {

@@ -1,9 +1,9 @@
 /* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
  *
  * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element), PP_COLUMN (bytes between
- * neighbours of a row, where pairs of rows may be interleaved) and the words of decode_repack.h defined, and once more
- * for bf16 pages with PP_DOT.  The walk, per tile of 32 tokens (two groups of 16, in two pages or one) and
- * per kv head, with up to PP_MAX_HEADS query heads at a time:
+ * neighbours of a row, where pairs of rows may be interleaved) and the words of decode_repack.h defined.  The walk, per
+ * tile of 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a
+ * time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
  *   softmax  running shift, rescale, powers of 2
@@ -22,12 +22,7 @@
 #else
 #define IS_MIXED 0
 #endif
-#if defined(PP_MIXED)
-#elif defined(PP_DOT)
-#define IS_FAST 1
-#include "decode_dot.h"
-#include "decode_tile.h"
-#else
+#ifndef PP_MIXED
 #define PP_PAGES PP_DTYPE
 #define IS_FAST (PP_ITEM == 4)
 #if PP_16_REGISTERS
@@ -193,9 +188,6 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
     PP_NAME(walk)(work, &tiled);
 }
 
-#ifdef PP_DOT
-#include "prefill_kernel.h"
-#endif
 
 #undef PP_NAME
 #undef PP_OF_PAGES
@@ -203,7 +195,6 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
 #undef PP_PAGES
 #undef PP_ITEM
 #undef PP_COLUMN
-#undef PP_DOT
 #undef PP_MIXED
 #undef IS_MIXED
 #undef PP_IN_STEPS

@@ -232,41 +232,8 @@ PP_INLINE void PP_NAME(tile_values)(const int HEADS, const pp_tile *tile, const 
     } while (seen);
 }
 
-#if PP_FLUSHES
-/* Both stages while subnormals are flushed: functions that are not inlined, as decode_dot.h says.  The scale flushes
- * none. */
-PP_FOR_HEADS(flushed_scores, (int heads, const pp_tile *tile, const float *q, int q_step, float *s, int mode),
-             (heads, tile, q, q_step, s, mode),
-             PP_NAME(tile_scores)(HEADS, tile, q, q_step, s, mode))
-
-PP_FOR_HEADS(flushed_values, (int heads, const pp_tile *tile, const float *p, const float *scales, float *rows,
-                              int mode),
-             (heads, tile, p, scales, rows, mode),
-             for (int g = 0; g < HEADS; g++)
-                 PP_NAME(sum_weights)(p + g * PP_TILE, rows + (g + 1) * tile->row_stride - PP_GROUP);
-             PP_NAME(tile_values)(HEADS, tile, p, scales, rows, mode))
-
-PP_INLINE void PP_NAME(flushing_scores)(int heads, const pp_tile *tile, const float *q, int q_step, float *s,
-                                        int mode) {
-    const pp_v scale = v_set1(tile->scale);
-    const unsigned before = flush_begin();
-    PP_NAME(flushed_scores)(heads, tile, q, q_step, s, mode);
-    flush_end(before);
-    for (int t = 0; t < heads * PP_TILE; t += PP_LANES) v_store(s + t, v_mul(v_load(s + t), scale));
-}
-
-PP_INLINE void PP_NAME(flushing_values)(int heads, const pp_tile *tile, const float *p, const float *scales,
-                                        float *rows, int mode) {
-    const unsigned before = flush_begin();
-    PP_NAME(flushed_values)(heads, tile, p, scales, rows, mode);
-    flush_end(before);
-}
-#define TILE_SCORES PP_NAME(flushing_scores)
-#define TILE_VALUES PP_NAME(flushing_values)
-#else
 #define TILE_SCORES PP_NAME(tile_scores)
 #define TILE_VALUES PP_NAME(tile_values)
-#endif
 
 /* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries
  * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their shifts at m. */

@@ -72,6 +72,12 @@ PP_INLINE const unsigned char *at_distance(const unsigned char *from, int64_t by
     return (const unsigned char *)((uintptr_t)from + (uintptr_t)bytes);
 }
 
+/* Prefetches a line into L1; lines of `bytes` into L2. */
+PP_INLINE void prefetch_into_l1(const unsigned char *at) { __builtin_prefetch(at, 0, 3); }
+PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
+}
+
 /* Kernels for vector units of 512 bits: kernels_avx512.h. */
 #ifndef PP_WIDE
 #define PP_WIDE 0

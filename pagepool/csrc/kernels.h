@@ -41,6 +41,7 @@ typedef struct pp_chunk {
     pp_view view;
     int32_t part_begin, part_end;
     int32_t group_size;         /* query heads per kv head */
+    int32_t arithmetic, q_dtype; /* as the call has them */
     float sm_scale, logits_soft_cap;
     const float *alibi_slopes;  /* NULL, or (num_qo_heads,), in base 2 */
     const float *k_channel_scale; /* NULL, or (num_kv_heads, head_dim) of the layer */
@@ -178,27 +179,41 @@ typedef struct pp_rows {
     const float *channel_scale; /* NULL, or of each dim: the elements are divided by it before they are quantised */
 } pp_rows;
 
-/* The ways of computing: by pp_arithmetic, and that of pages whose K and V are quantised or of different dtypes. */
-enum { PP_WAY_EXACT = PP_EXACT, PP_WAY_BF16 = PP_ROUNDED_BF16, PP_WAY_MIXED, PP_NUM_WAYS };
+/* The ways of computing: exactly, by products of tiles ("bf16", "bf16x2": tiles_panel.h), and with pages whose K and V
+ * are quantised or of different dtypes. */
+enum { PP_WAY_EXACT, PP_WAY_TILES, PP_WAY_MIXED, PP_NUM_WAYS };
+
+/* Kernels of PP_WAY_TILES. */
+typedef struct pp_tile_kernels {
+    void (*chunk)(const pp_chunk *);
+    void (*prefill)(const pp_query_block *);
+    void (*shared)(const pp_shared *);
+    int32_t panel_rows, block_rows; /* rows of a panel; of a block of query tokens, at most */
+    int64_t (*bytes)(const pp_kv_layout *layout, int32_t arithmetic, int32_t q_dtype, int32_t rows); /* of scratch */
+} pp_tile_kernels;
 
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
-    void (*chunk_dot)(const pp_chunk *);  /* bf16 pages in arithmetic of bf16, or NULL */
     void (*chunk_mixed)(const pp_chunk *); /* or NULL */
-    const struct pp_kernels *dot;         /* these, or those whose chunk_dot has the same bits */
+    const pp_tile_kernels *tiles;
+    /* K and V of one head of a chunk of bf16 in the order of tiled pages: lists their groups, which lie in pages or are
+     * laid out at `groups`, tiled_bytes of it. */
+    int64_t (*tiled_bytes)(const pp_kv_layout *layout);
+    void (*read_tiled)(const pp_chunk *chunk, int32_t head, unsigned char *groups, const unsigned char **k,
+                       const unsigned char **v);
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
     /* Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each float being one
-     * element, scaled, so that products with K are scores, or, in arithmetic of bf16, the two of the last axis, not
-     * scaled; for quantised K as quantised.h says. */
+     * element, scaled, so that products with K are scores.  For tiles row by row, as they are; for quantised K as
+     * quantised.h says. */
     void (*pack_queries[PP_NUM_WAYS])(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
                                       int32_t num_queries, float sm_scale, const float *k_channel_scale);
     int32_t max_rows; /* of a part */
     void (*prefill[PP_NUM_WAYS])(const pp_query_block *);
     void (*shared[PP_NUM_WAYS])(const pp_shared *); /* leaves what chunk would leave of each sequence */
     int32_t panel_rows;                             /* rows that prefill computes at once */
-    int64_t (*prefill_bytes)(const pp_kv_layout *layout, int exact, int32_t rows); /* of scratch */
+    int64_t (*prefill_bytes)(const pp_kv_layout *layout, int32_t rows); /* of scratch */
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
@@ -206,12 +221,16 @@ typedef struct pp_kernels {
     void (*keep_ahead)(float *weights, int64_t num_chunks, int64_t place, float *sums);
 } pp_kernels;
 
+extern const pp_tile_kernels pp_tiles_baseline;
 extern const pp_kernels pp_kernels_baseline;
 #if defined(__x86_64__)
+extern const pp_tile_kernels pp_tiles_avx2, pp_tiles_avx512, pp_tiles_avx512_wide, pp_tiles_amx;
+extern const int pp_tiles_amx_portable; /* pp_tiles_amx needs no AMX: simd_tiles.h */
 extern const pp_kernels pp_kernels_avx2;
 extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;
-extern const pp_kernels pp_kernels_avx512_wide, pp_kernels_avx512_wide_bf16;
+extern const pp_kernels pp_kernels_avx512_wide, pp_kernels_avx512_wide_bf16, pp_kernels_amx;
 #elif defined(__aarch64__)
+extern const pp_tile_kernels pp_tiles_neon;
 extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 

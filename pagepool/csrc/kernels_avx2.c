@@ -16,7 +16,7 @@
 #include "simd_avx2.h"
 
 #define PP_ISA avx2
-#define PP_DOT_BY_FMA
+#define PP_TILE_KERNELS pp_tiles_avx2
 #define PP_INTS "simd_madd.h"
 #include "kernels_of_isa.h"
 

@@ -21,8 +21,10 @@
 
 #if PP_WIDE
 #define PP_ISA avx512_wide
+#define PP_TILE_KERNELS pp_tiles_avx512_wide
 #else
 #define PP_ISA avx512
+#define PP_TILE_KERNELS pp_tiles_avx512
 #endif
 #include "kernels_of_isa.h"
 
@@ -39,29 +41,12 @@
 #include "simd_vnni.h"
 #include "quantised.h"
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512bf16")
-#endif
-
-#define PP_DOT_BY_INSTRUCTION
-#define PP_DTYPE bf16_instruction
-#define PP_PAGES bf16
-#define PP_ITEM 2
-#define PP_COLUMN 4
-#define PP_DOT 1
-#define PP_IN_STEPS PP_STEPS
-#include "decode_kernel.h"
-
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) = PP_KERNELS_(
-    PP_TEXT(PP_ISA_BF16), chunk_bf16_instruction, prefill_bf16_instruction, shared_bf16_instruction,
-    PP_CAT(pp_kernels_, PP_ISA_BF16, ), PP_MIXED_KERNELS);
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) =
+    PP_KERNELS_(PP_TEXT(PP_ISA_BF16), PP_TILE_KERNELS, PP_MIXED_KERNELS);
+#if PP_WIDE /* AMX's products of tiles are kernels_amx.c's, all else is the same */
+const pp_kernels pp_kernels_amx = PP_KERNELS_("amx", pp_tiles_amx, PP_MIXED_KERNELS);
+#endif
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -4,6 +4,6 @@
 #include "simd_baseline.h"
 
 #define PP_ISA baseline
-#define PP_DOT_BY_DOUBLE
+#define PP_TILE_KERNELS pp_tiles_baseline
 #define PP_INTS "simd_int.h"
 #include "kernels_of_isa.h"

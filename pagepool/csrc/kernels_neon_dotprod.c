@@ -16,7 +16,7 @@
 #include "simd_neon.h"
 
 #define PP_ISA neon_dotprod
-#define PP_DOT_BY_DOUBLE
+#define PP_TILE_KERNELS pp_tiles_neon
 #define PP_INTS "simd_sdot.h"
 #include "kernels_of_isa.h"
 

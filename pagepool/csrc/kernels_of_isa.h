@@ -1,6 +1,9 @@
 /* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its
  * target region and after its vocabulary. */
 #include "convert_rows.h"
+#include "softmax_math.h"
+#include "block_sums.h"
+#include "unit_rows.h"
 #include "decode_math.h"
 #include "draw_kernel.h"
 #include "prefetch.h"
@@ -47,38 +50,29 @@
 #define PP_DTYPE exact
 #include "prefill_kernel.h"
 
-/* Once more for bf16 pages, whose decode_repack.h it shares: where there is no instruction for it, and no other
- * instruction set whose kernels have the same bits. */
-#if defined(PP_DOT_BY_FMA) || defined(PP_DOT_BY_DOUBLE)
-#define PP_DTYPE bf16_dot
-#define PP_PAGES bf16
-#define PP_ITEM 2
-#define PP_COLUMN 4
-#define PP_DOT 1
-#define PP_IN_STEPS 0
-#include "decode_kernel.h"
-#define PP_OWN_DOT chunk_bf16_dot, prefill_bf16_dot, shared_bf16_dot, PP_CAT(pp_kernels_, PP_ISA, )
-#else
-#define PP_OWN_DOT NULL, NULL, NULL, pp_kernels_avx2
-#endif
+
+static void copy_f32(void *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
+
+static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
 
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-/* All of them, with the kernels of dot products, or NULLs, whose those are, and with those of mixed pages, or NULLs. */
-#define PP_KERNELS(isa, own, own_prefill, own_shared, others, mixed, mixed_pack, mixed_prefill, mixed_shared) \
+/* All of them, with the kernels of tiles and those of mixed pages, or NULLs. */
+#define PP_KERNELS(isa, own_tiles, mixed, mixed_pack, mixed_prefill, mixed_shared) \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
-        .chunk_dot = own,                                       \
         .chunk_mixed = mixed,                                   \
-        .dot = &others,                                         \
+        .tiles = &own_tiles,                                    \
+        .tiled_bytes = tiled_bytes,                             \
+        .read_tiled = read_tiled,                               \
         .merge = merge_chunks,                                  \
         .merge_rows = merge_rows,                               \
-        .pack_queries = {pack_queries, pack_rounded_queries, mixed_pack}, \
+        .pack_queries = {pack_queries, pack_plain_queries, mixed_pack}, \
         .max_rows = PP_MAX_HEADS,                               \
-        .prefill = {prefill_exact, own_prefill, mixed_prefill}, \
-        .shared = {shared_exact, own_shared, mixed_shared},     \
+        .prefill = {prefill_exact, NULL, mixed_prefill},        \
+        .shared = {shared_exact, NULL, mixed_shared},           \
         .panel_rows = PP_PANEL,                                 \
         .prefill_bytes = prefill_bytes,                         \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
@@ -98,4 +92,4 @@
 #define PP_OWN_MIXED NULL, NULL, NULL, NULL
 #endif
 
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_OWN_DOT, PP_OWN_MIXED);
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_TILE_KERNELS, PP_OWN_MIXED);

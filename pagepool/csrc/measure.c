@@ -98,13 +98,12 @@ pp_status pp_measure(const pp_decode_args *args, pp_measures *all) {
 static void cut_into_blocks(const pp_decode_args *args, pp_measures *all, int64_t wanted) {
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t heads = layout->num_kv_heads, group_size = args->num_qo_heads / heads;
-    int64_t rows = BLOCK_ROWS;
+    int64_t rows = way_of(args) == PP_WAY_TILES ? kernels_of(args)->tiles->block_rows : BLOCK_ROWS;
     while (rows > LEAST_BLOCK_ROWS && ceil_div(all->num_prefilled * group_size, rows) * heads < wanted) rows /= 2;
     int64_t queries = rows / group_size;
     if (queries > all->num_prefilled) queries = all->num_prefilled;
     all->block_queries = (int32_t)(queries > 1 ? queries : 1);
-    const size_t bytes = (size_t)kernels_of(args)->prefill_bytes(layout, args->arithmetic == PP_EXACT,
-                                                                (int32_t)(all->block_queries * group_size));
+    const size_t bytes = panel_bytes_of(args, (int32_t)(all->block_queries * group_size));
     if (all->slot < bytes) all->slot = aligned(bytes);
 }
 
@@ -127,11 +126,10 @@ pp_status pp_cut(const pp_decode_args *args, pp_measures *all) {
     if (most < args->num_threads && !all->may_share) most *= parts_of(args, (int32_t)(group_size * all->most_queries));
     all->slices = (int32_t)(slices < most ? slices : most);
     if (all->slices < 1) all->slices = 1;
-    all->slot = all->num_chunks ? aligned(scratch_of(layout)) : 0;
+    all->slot = all->num_chunks ? aligned(scratch_of(args)) : 0;
     if (all->num_prefilled) cut_into_blocks(args, all, wanted);
     if (all->may_share) {
-        const size_t bytes = (size_t)kernels_of(args)->prefill_bytes(layout, args->arithmetic == PP_EXACT,
-                                                                    kernels_of(args)->panel_rows);
+        const size_t bytes = panel_bytes_of(args, panel_rows_of(args));
         if (all->slot < bytes) all->slot = aligned(bytes);
     }
     if (all->slot) all->num_slots = most_ranges(args, all);

@@ -57,17 +57,6 @@ static void transpose_queries(float *to, const float *end, int64_t step, const f
             for (int i = 0; i < PP_PAIR_FLOATS; i++) to[r * PP_PAIR_FLOATS + i] = row[r][d + i] * scale;
 }
 
-/* The same of pairs of numbers of bfloat16, to which they are rounded first. */
-static void transpose_rounded(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
-                              int32_t head_dim, float scale, const float *unused) {
-    float rounded[PP_MAX_HEAD_DIM / 2];
-    (void)end, (void)scale, (void)unused; /* what are numbers of bf16 shall stay so */
-    for (int32_t r = 0; r < rows; r++) {
-        round_to_pairs(rounded, row[r], head_dim);
-        for (int32_t p = 0; p < head_dim / 2; p++) to[p * step + r] = rounded[p];
-    }
-}
-
 /* `channel_scale` of each dim, or NULL: of quantised K. */
 typedef void transpose_rows(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
                             int32_t head_dim, float scale, const float *channel_scale);
@@ -104,21 +93,28 @@ static void pack_queries(float *to, const pp_queries *from, const pp_kv_layout *
                pp_in_base_2(sm_scale), unused);
 }
 
-static void pack_rounded_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
-                                 int32_t num_queries, float sm_scale, const float *unused) {
-    pack_parts(transpose_rounded, 1, to, from, layout, group_size, num_queries,
-               pp_in_base_2(sm_scale), unused);
+/* Row by row, widened and not scaled: for products of tiles. */
+static void pack_plain_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
+                               int32_t num_queries, float sm_scale, const float *unused) {
+    const size_t bytes = (size_t)layout->head_dim * sizeof(float);
+    (void)sm_scale, (void)unused;
+    for (int32_t kv = 0; kv < layout->num_kv_heads; kv++)
+        for (int32_t query = 0; query < num_queries; query++)
+            for (int32_t head = 0; head < group_size; head++, to += layout->head_dim)
+                memcpy(to,
+                       row_in_f32(from->dtype, pp_query_at(from, query, (int64_t)kv * group_size + head), from->widened,
+                                  layout->head_dim),
+                       bytes);
 }
 
-/* Lays out the queries of a panel (prefill_common.h): [head_dim / 2][PP_PANEL][2], or in arithmetic of bf16 pairs.  The
- * last rows first: whole vectors of theirs end in the next pair's first rows. */
+/* Lays out the queries of a panel (prefill_common.h): [head_dim / 2][PP_PANEL][2].  The last rows first: whole vectors
+ * of theirs end in the next pair's first rows. */
 enum { PP_QUERY_ROWS = (PP_PANEL + 7) / 8 * 8 }; /* pointers that are read */
 _Static_assert(PP_PANEL <= PP_MAX_HEADS || PP_MAX_HEADS % PP_PAIRS == 0, "the first rows write no others' places");
-static void transpose_panel(int exact, float *to, const float *const *row, int32_t head_dim, float scale) {
-    const int64_t step = (exact ? PP_PAIR_FLOATS : 1) * PP_PANEL;
+static void transpose_panel(float *to, const float *const *row, int32_t head_dim, float scale) {
+    const int64_t step = PP_PAIR_FLOATS * PP_PANEL;
     const float *end = to + step * (head_dim / 2);
-    transpose_rows *const transpose = exact ? transpose_queries : transpose_rounded;
     for (int first = (PP_PANEL - 1) / PP_MAX_HEADS * PP_MAX_HEADS; first >= 0; first -= PP_MAX_HEADS)
-        transpose(to + (exact ? PP_PAIR_FLOATS : 1) * first, end, step, row + first,
-                  PP_PANEL - first < PP_MAX_HEADS ? PP_PANEL - first : PP_MAX_HEADS, head_dim, scale, NULL);
+        transpose_queries(to + PP_PAIR_FLOATS * first, end, step, row + first,
+                          PP_PANEL - first < PP_MAX_HEADS ? PP_PANEL - first : PP_MAX_HEADS, head_dim, scale, NULL);
 }

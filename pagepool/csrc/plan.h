@@ -21,7 +21,8 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 
 
 /* The arithmetic of a call: one of PP_WAY_... */
 static inline int way_of(const pp_decode_args *args) {
-    return pp_is_mixed(&args->pool->layout) ? PP_WAY_MIXED : args->arithmetic;
+    if (pp_is_mixed(&args->pool->layout)) return PP_WAY_MIXED;
+    return args->arithmetic == PP_EXACT ? PP_WAY_EXACT : PP_WAY_TILES;
 }
 
 /* The chunks and blocks of a sequence that have tokens which its query tokens see: [first, end). */
@@ -38,8 +39,19 @@ static inline extent extent_of(const pp_decode_args *args, int32_t seq_len, int3
 
 static inline const pp_kernels *kernels_of(const pp_decode_args *args) {
     const pp_kernels *kernels = pp_kernels_get();
-    const int way = way_of(args);
-    return way == PP_WAY_EXACT ? kernels : way == PP_WAY_MIXED ? pp_kernels_mixed(kernels) : kernels->dot;
+    return way_of(args) == PP_WAY_MIXED ? pp_kernels_mixed(kernels) : kernels;
+}
+
+/* Rows of a panel, and the scratch that `rows` rows of a block of query tokens take. */
+static inline int32_t panel_rows_of(const pp_decode_args *args) {
+    return way_of(args) == PP_WAY_TILES ? kernels_of(args)->tiles->panel_rows : kernels_of(args)->panel_rows;
+}
+static inline size_t panel_bytes_of(const pp_decode_args *args, int32_t rows) {
+    const pp_kv_layout *layout = &args->pool->layout;
+    const pp_kernels *kernels = kernels_of(args);
+    return (size_t)(way_of(args) == PP_WAY_TILES
+                        ? kernels->tiles->bytes(layout, args->arithmetic, args->q_dtype, rows)
+                        : kernels->prefill_bytes(layout, rows));
 }
 
 static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
@@ -62,7 +74,9 @@ static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int6
 
 /* Bytes of scratch for two groups of one head, if the kernel reorders them before it reads them: K and V of plain
  * pages, V that is a part of K, and dtypes that the kernels of mixed pages cannot read in place. */
-static inline size_t scratch_of(const pp_kv_layout *layout) {
+static inline size_t scratch_of(const pp_decode_args *args) {
+    const pp_kv_layout *layout = &args->pool->layout;
+    if (way_of(args) == PP_WAY_TILES) return panel_bytes_of(args, panel_rows_of(args));
     if (pp_is_mixed(layout)) return (size_t)(2 * pp_brought_in_bytes_of(layout));
     const int64_t k_dims = layout->tiled ? 0 : layout->head_dim;
     const int64_t dims = k_dims + (layout->tiled && !layout->v_in_k ? 0 : layout->v_head_dim);

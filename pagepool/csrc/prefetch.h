@@ -12,11 +12,6 @@
  * products) prefetches 2 KB and 512 bytes ahead as well: on Zen 4 S1 in f32 took 0.89 of the time of three prefetches,
  * and in arithmetic of bf16 of two.  Wide units that read two tiles interleave the lines of their groups (below). */
 
-PP_INLINE void prefetch_into_l1(const unsigned char *at) { __builtin_prefetch(at, 0, 3); }
-PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
-}
-
 /* Each of `bytes` in TIMES ways, line by line: parts [BEGIN, END) of OF. */
 PP_INLINE void prefetch_lines(const int TIMES, const int BEGIN, const int END, const int OF, int bytes,
                               const unsigned char *row, const unsigned char *visit, const unsigned char *half) {

@@ -1,4 +1,5 @@
-/* prefill_common.h: what prefill does in every arithmetic.  Once per ISA, after the decode kernels of all dtypes.
+/* prefill_common.h: what prefill does in exact arithmetic and with mixed pages.  Once per ISA, after the decode kernels
+ * of all dtypes.
  *
  * A panel is PP_PANEL rows of one kv head (a row: one query head of one query token), a tile of a matrix product.  No
  * canonical sum (reference/canonical.py) runs across rows, so their number is free: enough to keep all accumulators of
@@ -30,12 +31,6 @@ typedef struct pp_panel {
     pp_tile tile;                          /* what cap_scores and add_slopes are told */
 } pp_panel;
 
-/* The result of a row over the chunks so far: `m`, `total` and a row of weighted sums. */
-typedef struct pp_running {
-    float m, total;
-    int some; /* a chunk had a token that the row sees */
-} pp_running;
-
 /* The pieces of a unit's scratch. */
 typedef struct prefill_scratch {
     pp_panel *panel;
@@ -49,16 +44,8 @@ static int64_t wide_bytes(const pp_kv_layout *layout, int exact) {
     return PP_GROUP * (int64_t)(layout->head_dim + layout->v_head_dim) * (exact ? (int64_t)sizeof(float) : 2);
 }
 
-/* The next piece of `memory`, or NULL of none. */
-static void *carve(unsigned char *memory, int64_t *at, int64_t bytes) {
-    void *piece = memory ? memory + *at : NULL;
-    *at += (bytes + 63) / 64 * 64;
-    return piece;
-}
-
 /* Lays the pieces for `rows` rows out in `memory`, and returns how many bytes they take. */
-static int64_t lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsigned char *memory,
-                       prefill_scratch *scratch) {
+static int64_t lay_out(const pp_kv_layout *layout, int32_t rows, unsigned char *memory, prefill_scratch *scratch) {
     int64_t at = 0;
     const int64_t padded = (rows + PP_PANEL - 1) / PP_PANEL * PP_PANEL, item = sizeof(float);
     const int64_t row_stride = pp_row_stride(layout), dims = layout->head_dim;
@@ -69,19 +56,19 @@ static int64_t lay_out(const pp_kv_layout *layout, int exact, int32_t rows, unsi
     scratch->sums = carve(memory, &at, PP_PANEL * row_stride * item);
     scratch->widened = carve(memory, &at, PP_PANEL * dims * item);
     const int mixed = pp_is_mixed(layout);
-    const int in_place = !mixed && layout->tiled && !layout->v_in_k && (!exact || layout->dtype == PP_F32);
+    const int in_place = !mixed && layout->tiled && !layout->v_in_k && layout->dtype == PP_F32;
     const int64_t group_bytes = mixed      ? pp_brought_in_bytes_of(layout)
                                 : in_place ? 0
-                                           : wide_bytes(layout, exact);
+                                           : wide_bytes(layout, 1);
     const int64_t page_bytes = 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes;
     scratch->groups = carve(memory, &at, PP_CHUNK / PP_GROUP * group_bytes);
     scratch->staging = carve(memory, &at, mixed || in_place ? 0 : page_bytes);
     return at;
 }
 
-static int64_t prefill_bytes(const pp_kv_layout *layout, int exact, int32_t rows) {
+static int64_t prefill_bytes(const pp_kv_layout *layout, int32_t rows) {
     prefill_scratch scratch;
-    return lay_out(layout, exact, rows, NULL, &scratch);
+    return lay_out(layout, rows, NULL, &scratch);
 }
 
 /* How pages of a dtype are brought into the order of a tiled page, and widened to f32 in that order. */
@@ -142,6 +129,18 @@ static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, const pre
         }
     }
     list_behind(groups, k, v);
+}
+
+/* Bytes of the groups of a chunk that read_tiled has to lay out. */
+static int64_t tiled_bytes(const pp_kv_layout *layout) {
+    return layout->tiled && !layout->v_in_k ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, 0);
+}
+
+/* Lists K and V of one head of the chunk's groups in the order of tiled pages, in 16 bit. */
+static void read_tiled(const pp_chunk *chunk, int32_t head, unsigned char *groups, const unsigned char **k,
+                       const unsigned char **v) {
+    const prefill_scratch scratch = {.groups = groups};
+    read_chunk(chunk, head, 0, &scratch, k, v);
 }
 
 /* What the panel's rows see of the chunk's tiles; tile 0 begins at `begin`. */
@@ -229,25 +228,6 @@ static void merge_panel(const pp_panel *panel, pp_running *running, float *rows)
     }
 }
 
-/* Writes the results of the unit's rows. */
-static void write_rows_of_unit(const pp_query_block *work, const prefill_scratch *scratch, int64_t row_stride) {
-    const pp_chunk *chunk = &work->chunk;
-    const int64_t dims = chunk->pool->layout.v_head_dim, width = row_stride - PP_GROUP;
-    for (int32_t r = 0, query = work->query_begin; query < work->query_end; query++)
-        for (int32_t h = 0; h < chunk->group_size; h++, r++) {
-            const int64_t head = (int64_t)work->kv_head * chunk->group_size + h;
-            const int64_t at = query * work->num_qo_heads + head;
-            float *row = scratch->rows + r * row_stride;
-            merged_row merged = {.total = v_set1(scratch->running[r].total),
-                                 .m = scratch->running[r].m,
-                                 .empty = !scratch->running[r].some,
-                                 .sum = row};
-            if (work->sinks && !merged.empty) merge_sink(&merged, row, work->sinks[head], width);
-            write_result(&merged, work->out, work->out_dtype, at * dims, dims);
-            if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, v_first(merged.total));
-        }
-}
-
 /* Sets up what does not change from panel to panel. */
 static void begin_panel(pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, float *sums) {
     const pp_kv_layout *layout = &chunk->pool->layout;
@@ -271,10 +251,10 @@ static void list_queries(const pp_panel *panel, int32_t q_dtype, float *widened,
 }
 
 /* Lays the panel's queries out at `to`. */
-static void pack_panel(const pp_panel *panel, int exact, int32_t q_dtype, float *widened, float *to) {
+static void pack_panel(const pp_panel *panel, int32_t q_dtype, float *widened, float *to) {
     const float *queries[PP_QUERY_ROWS] = {NULL};
     list_queries(panel, q_dtype, widened, queries);
-    transpose_panel(exact, to, queries, panel->head_dim, panel->tile.scale);
+    transpose_panel(to, queries, panel->head_dim, panel->tile.scale);
 }
 
 /* The rows of a block of query tokens from `first` on. */
@@ -307,7 +287,6 @@ static void record_panel(const pp_panel *panel) {
 
 /* What differs from one way of computing to the other. */
 typedef struct panel_ways {
-    int exact; /* what lay_out is told */
     /* Lays the panel's queries out at `to`; there is room for their elements in f32, and again in `widened`. */
     void (*pack)(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype, float *widened,
                  float *to);
@@ -332,11 +311,11 @@ static int run_panel(const panel_ways *ways, pp_panel *panel, const pp_chunk *ch
 static void run_prefill(const pp_query_block *work, const panel_ways *ways) {
     const pp_kv_layout *layout = &work->chunk.pool->layout;
     const int32_t rows = (work->query_end - work->query_begin) * work->chunk.group_size;
-    const int64_t q_floats = (int64_t)PP_PANEL * layout->head_dim / (ways->exact ? 1 : 2);
+    const int64_t q_floats = (int64_t)PP_PANEL * layout->head_dim;
     const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
     prefill_scratch scratch;
     pp_chunk chunk = work->chunk;
-    lay_out(layout, ways->exact, rows, work->scratch, &scratch);
+    lay_out(layout, rows, work->scratch, &scratch);
     pp_panel *panel = scratch.panel;
     begin_panel(panel, &chunk, work->kv_head, scratch.sums);
     for (int32_t r = 0; r < rows; r += PP_PANEL) {
@@ -358,14 +337,14 @@ static void run_prefill(const pp_query_block *work, const panel_ways *ways) {
                 merge_panel(panel, scratch.running + r, scratch.rows + r * panel->row_stride);
         }
     }
-    write_rows_of_unit(work, &scratch, panel->row_stride);
+    write_rows_of_unit(work, scratch.running, scratch.rows, panel->row_stride);
 }
 
 static void run_shared(const pp_shared *work, const panel_ways *ways) {
     const pp_kv_layout *layout = &work->chunk.pool->layout;
     const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS];
     prefill_scratch scratch;
-    lay_out(layout, ways->exact, PP_PANEL, work->scratch, &scratch);
+    lay_out(layout, PP_PANEL, work->scratch, &scratch);
     pp_panel *panel = scratch.panel;
     begin_panel(panel, &work->chunk, work->kv_head, scratch.sums);
     panel->q = scratch.q;

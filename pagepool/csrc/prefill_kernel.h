@@ -1,51 +1,24 @@
-/* prefill_kernel.h: query tokens of one sequence and kv head over all tokens that they see, in one arithmetic.
+/* prefill_kernel.h: query tokens of one sequence and kv head over all tokens that they see, in exact arithmetic.
  *
- * Included once per arithmetic and ISA after prefill_common.h, with PP_DTYPE defined: exact, which reads groups of f32
- * (other dtypes are widened chunk by chunk, once for all rows of the unit), and with PP_DOT the pairs of bf16. */
-#ifdef PP_DOT
-#define IS_EXACT 0
-enum { PP_NAME(TOKENS) = 2 }; /* tokens of V that one product takes */
-#else
+ * Included once per ISA after prefill_common.h, with PP_DTYPE defined as exact.  Reads groups of f32: other dtypes are
+ * widened chunk by chunk, once for all rows of the unit. */
 #define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
-#define IS_EXACT 1
 #define WEIGH weigh
-enum { PP_NAME(TOKENS) = 1 };
-#endif
 
-/* Where subnormals are flushed by a mode: decode_dot.h.  What is called is no function that is inlined. */
-#if defined(PP_DOT) && PP_FLUSHES
-#define FLUSHED(call) \
-    do { \
-        const unsigned before = flush_begin(); \
-        call; \
-        flush_end(before); \
-    } while (0)
-static __attribute__((noinline)) void PP_NAME(sum_panel)(const pp_panel *panel, const float *p) {
-    for (int r = 0; r < PP_PANEL; r++)
-        PP_NAME(sum_weights)(p + r * PP_TILE, panel->sums + (r + 1) * panel->row_stride - PP_GROUP);
-}
-#else
-#define FLUSHED(call) call
-#endif
 
 /* sum[r][j] += x[j] * y[r * step], for rows x vectors that are in registers. */
 PP_INLINE void PP_NAME(add_outer)(const int ROWS, const int NV, const pp_v *x, const float *y, const int64_t step,
                                   pp_v *sum) {
     PP_UNROLL for (int r = 0; r < ROWS; r++) {
-#ifdef PP_DOT
-        const pp_v all = v_set1(y[r * step]);
-        PP_UNROLL for (int j = 0; j < NV; j++) sum[r * NV + j] = v_dot(sum[r * NV + j], x[j], all);
-#else
         const pp_broadcast all = v_broadcast(y + r * step);
         PP_UNROLL for (int j = 0; j < NV; j++) sum[r * NV + j] = v_fma_broadcast(x[j], all, sum[r * NV + j]);
-#endif
     }
 }
 
 /* Scores of NV vectors of tokens for all rows: the chain over even dims or that over ODD ones, which is added to it. */
 PP_INLINE void PP_NAME(panel_chain)(const int NV, const int ODD, const pp_panel *panel, const unsigned char *const *k,
                                     float *s) {
-    enum { FLOATS = IS_EXACT ? 2 : 1, PAIR_BYTES = PP_GROUP * 4 * FLOATS }; /* of packed queries; of K */
+    enum { FLOATS = 2, PAIR_BYTES = PP_GROUP * 4 * FLOATS }; /* of packed queries; of K */
     const int64_t bytes = panel->head_dim / 2 * PAIR_BYTES;
     const float *q = panel->q + ODD;
     const unsigned char *at[4];
@@ -76,7 +49,7 @@ static __attribute__((noinline)) void PP_NAME(panel_chains)(const pp_panel *pane
                                                             float *s) {
     PP_NAME(panel_chain)(PP_PANEL_SCORES, 0, panel, k, s);
     PP_OPAQUE(s); /* or the first chain's sums stay in registers, which the second one needs */
-    if (IS_EXACT) PP_NAME(panel_chain)(PP_PANEL_SCORES, 1, panel, k, s);
+    PP_NAME(panel_chain)(PP_PANEL_SCORES, 1, panel, k, s);
 }
 
 #if PP_PANEL_SCORES * PP_LANES > PP_GROUP
@@ -85,7 +58,7 @@ static __attribute__((noinline)) void PP_NAME(panel_chains_of_group)(const pp_pa
                                                                      const unsigned char *const *k, float *s) {
     PP_NAME(panel_chain)(PP_GROUP / PP_LANES, 0, panel, k, s);
     PP_OPAQUE(s);
-    if (IS_EXACT) PP_NAME(panel_chain)(PP_GROUP / PP_LANES, 1, panel, k, s);
+    PP_NAME(panel_chain)(PP_GROUP / PP_LANES, 1, panel, k, s);
 }
 #endif
 
@@ -116,18 +89,11 @@ static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, in
     const int64_t stride = panel->row_stride;
     for (int t = panel->first; t < panel->end; t++) {
         float *s = panel->s[t];
-#ifdef PP_DOT
-        const pp_v scale = v_set1(panel->tile.scale);
-        for (int i = 0; i < PP_PANEL * PP_TILE; i += PP_LANES) v_store(s + i, v_mul(v_load(s + i), scale));
-#endif
         transform_panel(panel, begin + t * PP_TILE, s);
         if (!panel->whole[t]) mask_panel(panel, t, s);
         panel->raised[t] = (uint8_t)raise_if_above(PP_PANEL, s, panel->m, sums, stride, panel->rescale[t]);
         PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
             WEIGH(s + r * PP_TILE, panel->m[r], sums + (r + 1) * stride - PP_GROUP);
-#if defined(PP_DOT) && PP_FLUSHES
-        FLUSHED(PP_NAME(sum_panel)(panel, s)); /* which WEIGH leaves */
-#endif
     }
 }
 
@@ -135,7 +101,6 @@ static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, in
  * vectors of dims.  `offset` leads to them in a group, rows of which are `width` words wide. */
 PP_INLINE void PP_NAME(run_of_values)(const int NV, const pp_panel *panel, const unsigned char *const *v, int from,
                                       int to, int r0, int64_t offset, int64_t width, float *sums) {
-    enum { TOKENS = PP_NAME(TOKENS) };
     pp_v sum[PP_VALUE_ROWS * 4];
     PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
         PP_UNROLL for (int j = 0; j < NV; j++)
@@ -147,10 +112,10 @@ PP_INLINE void PP_NAME(run_of_values)(const int NV, const pp_panel *panel, const
                 PP_UNROLL for (int j = 0; j < NV; j++)
                     sum[r * NV + j] = v_mul(sum[r * NV + j], v_set1(panel->rescale[t][r0 + r]));
         const int group_end = (at / PP_GROUP + 1) * PP_GROUP, end = group_end < to ? group_end : to;
-        const unsigned char *row = v[at / PP_GROUP] + offset + at % PP_GROUP / TOKENS * width * 4;
+        const unsigned char *row = v[at / PP_GROUP] + offset + at % PP_GROUP * width * 4;
         const int64_t ahead = distance_of(v[at / PP_GROUP + 1], v[at / PP_GROUP]);
-        const float *p = panel->s[t] + r0 * PP_TILE + at % PP_TILE / TOKENS;
-        for (; at < end; at += TOKENS, row += width * 4, p++) {
+        const float *p = panel->s[t] + r0 * PP_TILE + at % PP_TILE;
+        for (; at < end; at++, row += width * 4, p++) {
             pp_v x[4];
             PP_UNROLL for (int j = 0; j < NV; j++) {
                 x[j] = v_load((const float *)row + j * PP_LANES);
@@ -170,11 +135,11 @@ static __attribute__((noinline)) void PP_NAME(values_of_row)(const unsigned char
     for (int d = column, next; d < dims; d = next) {
         const int run = d / PP_V_RUN * PP_V_RUN, width = dims - run < PP_V_RUN ? dims - run : PP_V_RUN;
         const int left = run + width - d;
-        const int64_t offset = (int64_t)run * PP_GROUP * (IS_EXACT ? 4 : 2) + (d - run) * 4;
+        const int64_t offset = (int64_t)run * PP_GROUP * 4 + (d - run) * 4;
         pp_v sum = v_load(sums + d);
         next = left < PP_LANES ? d + left : d + PP_LANES;
         for (uint32_t bits = seen; bits;) {
-            const int token = __builtin_ctz(bits), place = token % PP_GROUP / PP_NAME(TOKENS);
+            const int token = __builtin_ctz(bits), place = token % PP_GROUP;
             const unsigned char *row = v[token / PP_GROUP] + offset + place * width * 4;
             pp_v x;
             if (left < PP_LANES) { /* behind the last dims nothing need be */
@@ -184,14 +149,8 @@ static __attribute__((noinline)) void PP_NAME(values_of_row)(const unsigned char
             } else {
                 x = v_load((const float *)row);
             }
-#ifdef PP_DOT
-            const uint32_t pair = bits >> (token & ~1) & 3;
-            if (pair != 3) x = keep_bits(x, pair == 1 ? 0x0000ffffu : 0xffff0000u);
-            bits &= ~(3u << (token & ~1));
-#else
             bits &= bits - 1;
-#endif
-            PP_NAME(add_outer)(1, 1, &x, p + token / PP_NAME(TOKENS), 0, &sum);
+            PP_NAME(add_outer)(1, 1, &x, p + token, 0, &sum);
         }
         v_store(sums + d, sum);
     }
@@ -200,7 +159,7 @@ static __attribute__((noinline)) void PP_NAME(values_of_row)(const unsigned char
 /* The chunk's tokens [from, to), all of which a pass of rows sees. */
 static __attribute__((noinline)) void PP_NAME(common_values)(const pp_panel *panel, const unsigned char *const *v,
                                                              int from, int to, int r0) {
-    enum { COLUMNS = PP_PANEL_VALUES * PP_LANES, RUN_BYTES = PP_V_RUN * PP_GROUP * (IS_EXACT ? 4 : 2) };
+    enum { COLUMNS = PP_PANEL_VALUES * PP_LANES, RUN_BYTES = PP_V_RUN * PP_GROUP * 4 };
     _Static_assert(PP_V_RUN % COLUMNS == 0, "passes of values are within runs");
     float *sums = panel->sums + r0 * panel->row_stride;
     const int dims = panel->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN, width = dims - whole;
@@ -249,31 +208,27 @@ static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *co
 static void PP_NAME(panel_chunk)(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
                                  const unsigned char *const *k, const unsigned char *const *v) {
     (void)layout;
-    FLUSHED(PP_NAME(panel_scores)(panel, k));
+    PP_NAME(panel_scores)(panel, k);
     PP_NAME(panel_softmax)(panel, begin);
-    FLUSHED(PP_NAME(panel_values)(panel, v));
+    PP_NAME(panel_values)(panel, v);
 }
 
 static void PP_NAME(pack_panel)(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
                                 float *widened, float *to) {
     (void)chunk, (void)kv_head;
-    pack_panel(panel, IS_EXACT, q_dtype, widened, to);
+    pack_panel(panel, q_dtype, widened, to);
 }
 
 static void PP_NAME(read_chunk)(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
                                 const unsigned char **k, const unsigned char **v) {
-    read_chunk(chunk, head, IS_EXACT, scratch, k, v);
+    read_chunk(chunk, head, 1, scratch, k, v);
 }
 
-static const panel_ways PP_NAME(ways) = {IS_EXACT, PP_NAME(pack_panel), PP_NAME(read_chunk), PP_NAME(panel_chunk)};
+static const panel_ways PP_NAME(ways) = {PP_NAME(pack_panel), PP_NAME(read_chunk), PP_NAME(panel_chunk)};
 
 static void PP_NAME(prefill)(const pp_query_block *work) { run_prefill(work, &PP_NAME(ways)); }
 static void PP_NAME(shared)(const pp_shared *work) { run_shared(work, &PP_NAME(ways)); }
 
-#undef IS_EXACT
-#undef FLUSHED
-#ifndef PP_DOT
 #undef PP_NAME
 #undef PP_DTYPE
 #undef WEIGH
-#endif

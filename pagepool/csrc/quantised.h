@@ -421,7 +421,7 @@ static void pack_panel_mixed(const pp_panel *panel, const pp_chunk *chunk, int32
     const pp_kv_layout *layout = &chunk->pool->layout;
     const float *queries[PP_QUERY_ROWS] = {NULL}, *channels = chunk->k_channel_scale;
     if (!pp_is_quantised(layout->dtype)) {
-        pack_panel(panel, 1, q_dtype, widened, to);
+        pack_panel(panel, q_dtype, widened, to);
         return;
     }
     list_queries(panel, q_dtype, widened, queries);
@@ -454,7 +454,7 @@ static void panel_chunk_mixed(pp_panel *panel, int64_t begin, const pp_kv_layout
     mixed_values(panel, layout, v);
 }
 
-static const panel_ways ways_mixed = {1, pack_panel_mixed, read_chunk_mixed, panel_chunk_mixed};
+static const panel_ways ways_mixed = {pack_panel_mixed, read_chunk_mixed, panel_chunk_mixed};
 
 static void prefill_mixed(const pp_query_block *work) { run_prefill(work, &ways_mixed); }
 static void shared_mixed(const pp_shared *work) { run_shared(work, &ways_mixed); }

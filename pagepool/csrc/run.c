@@ -66,16 +66,19 @@ static void run_block(const pp_decode_plan *plan, int32_t s, int64_t index, unsi
         .scratch = scratch,
     };
     pp_fill_chunk(plan, s, 0, 0, &work.chunk);
-    kernels_of(args)->prefill[way_of(args)](&work);
+    if (way_of(args) == PP_WAY_TILES)
+        kernels_of(args)->tiles->prefill(&work);
+    else
+        kernels_of(args)->prefill[way_of(args)](&work);
 }
 
 /* Runs a slice of a chunk.  `next` is the chunk that runs after it, or NULL. */
 static void run_chunk(pp_decode_plan *plan, pp_chunk *work, int32_t sequence, int32_t slice, const pp_chunk *next) {
     const pp_kernels *kernels = kernels_of(&plan->args);
     const int way = way_of(&plan->args);
-    void (*const chunk)(const pp_chunk *) = way == PP_WAY_EXACT  ? kernels->chunk[plan->args.pool->layout.dtype]
-                                            : way == PP_WAY_BF16 ? kernels->chunk_dot
-                                                                 : kernels->chunk_mixed;
+    void (*const chunk)(const pp_chunk *) = way == PP_WAY_EXACT   ? kernels->chunk[plan->args.pool->layout.dtype]
+                                            : way == PP_WAY_TILES ? kernels->tiles->chunk
+                                                                  : kernels->chunk_mixed;
     if (next && next->part_begin < next->part_end && next->pool->layout.tiled) first_read(plan, next, work->next);
     if (work->part_begin < work->part_end) chunk(work);
     pp_count_chunk(plan, sequence, slice);
@@ -103,7 +106,7 @@ void pp_decode_run(pp_decode_plan *plan, int64_t begin, int64_t end) {
             chunk_of(plan, unit, &after, &sequence_after, &slice_after);
         }
         work = after;
-        work.scratch = scratch_of(&work.pool->layout) ? scratch : NULL;
+        work.scratch = scratch_of(&plan->args) ? scratch : NULL;
         sequence = sequence_after;
         slice = slice_after;
         is_known = unit + 1 < end && !(plan->block_queries && blocks_of(plan, sequence_of(plan, unit + 1)));

@@ -42,6 +42,8 @@ void pp_fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int32_t
                        .part_begin = slice_border(plan, parts, slice),
                        .part_end = slice_border(plan, parts, slice + 1),
                        .group_size = group_size,
+                       .arithmetic = args->arithmetic,
+                       .q_dtype = args->q_dtype,
                        .sm_scale = args->sm_scale,
                        .logits_soft_cap = args->logits_soft_cap,
                        .alibi_slopes = args->alibi_slopes,

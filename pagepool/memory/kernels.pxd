@@ -20,5 +20,6 @@ cdef int c_num_threads_forced_unusable() noexcept nogil
 cdef const char *c_isa() noexcept nogil
 cdef const char *c_isa_available(int i) noexcept nogil
 cdef int c_isa_forced_unavailable() noexcept nogil
+cdef int c_tiles_refused() noexcept nogil
 cdef const char *c_prefetch() noexcept nogil
 cdef int c_prefetch_forced_unknown() noexcept nogil

@@ -73,7 +73,7 @@ def decode(
 
     Takes the arguments of `pagepool.decode`. `pool` may be a reference pool or a compiled pool. With `return_lse` or
     `return_block_scores` the result is a tuple: the output, then these arrays. `num_threads` is ignored. `arithmetic`
-    is ignored as well: both arithmetics approximate this result.
+    is ignored as well: all arithmetics approximate this result.
 
     >>> from pagepool import KvLayout
     >>> from pagepool.reference import KvCachePool
@@ -90,8 +90,8 @@ def decode(
             raise ValueError("block_tables must be filled with sequences of the pool's allocator, not of another one")
         seq_lens, query_start_loc = block_tables.seq_lens, block_tables.query_start_loc
         block_tables = block_tables.block_tables
-    if arithmetic not in ("exact", "bf16"):
-        raise ValueError(f"arithmetic must be 'exact' or 'bf16', not {arithmetic!r}")
+    if arithmetic not in ("exact", "bf16x2", "bf16", "auto"):
+        raise ValueError(f"arithmetic must be 'exact', 'bf16x2', 'bf16' or 'auto', not {arithmetic!r}")
     slopes, sink_scores = (None if x is None else np.asarray(x).tolist() for x in (alibi_slopes, sinks))
     variant = Variant(logits_soft_cap, slopes, sink_scores)
     queries: list[Vectors] = np.asarray(q).tolist()

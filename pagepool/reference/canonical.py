@@ -31,18 +31,24 @@ Block scores, if requested, need these additions:
               of a chunk, and the result is added to the block's sum
    12 finish  score = (sum over the chunks, in order, of (the chunk's sum * 2^(its m - the final m))) / l
 
-Arithmetic "bf16" rounds q and the weights to bfloat16. It processes pairs of neighbouring dims or tokens with
+Arithmetic "bf16" and "bf16x2" compute products as AMX's TDPBF16PS does, 32 elements at a time:
 
-    dot(sum, a, b) = fma(a[0], b[0], fma(a[1], b[1], sum)); subnormal operands and results become zero
+    tile_dot(sum, a, b) = sum + (even + odd), where even is the fma chain of a[0] b[0], a[2] b[2], ... from 0, and odd
+    that of a[1] b[1], a[3] b[3], ...; subnormals among a, b, sum and results are zeros of their sign
 
-Three steps differ:
+Numbers are cut into parts of bfloat16: the first is the nearest one, the next the nearest one of what is left, and
+subnormal numbers are zeros. In "bf16x2" q has as many parts as hold it: 1 if it is bfloat16, 2 if float16, 3 if
+float32; weights have 2. In "bf16" both have one. These steps are others:
 
-    3 score   one chain of dot over the pairs of dims, ascending from 0; then multiplied by in_base_2(sm_scale), so q is
-              not scaled. Two chains would need the registers that let each pair of q serve two vectors of tokens
-    8 sum     of the rounded p (subnormal p count as 0): 16 running sums, l[i] = dot(l[i], (p[2i], p[2i+1]), (1, 1)),
-              then as above
-    9 values  o[d] = dot(o[d], (p[t], p[t+1]), (V[t][d], V[t+1][d])) for t ascending by two. Both p and V are 0 for a
-              token that is not seen. A pair without a seen token is skipped
+    3 score   for each 32 dims, ascending: score = tile_dot(score, part of q, K), the smallest part first, from 0
+    4 cap     with a soft cap, an ALiBi slope or in_base_2(sm_scale) <= 0, the score is multiplied by
+              in_base_2(sm_scale), bent as in steps 4 and 5, and factor is 1. Else factor is in_base_2(sm_scale)
+    6 shift   one for the chunk: m = the largest score * factor of all its tokens, at least -LARGEST
+    7 weight  p[t] = 2^fma(score[t], factor, -m)
+    8 sum     of the parts of p, the smaller first: l[i] = (l[i] + part of p[2i+1]) + part of p[2i]. Blocks add p in
+              "bf16x2", and its one part in "bf16"
+    9 values  for each tile, ascending: o[d] = tile_dot(o[d], part of p, V[.][d]), the smaller part first; a token that
+              is not seen counts as p = 0 and V = 0. In the end o[d] = o[d] + 0, which makes -0 a 0
 
 If K or V is quantised, q or the weights are rounded to integers. Sums of integers do not depend on their order. Then
 
@@ -82,17 +88,18 @@ __all__ = [
     "Quantised",
     "attend",
     "attend_with_scores",
-    "dot",
     "exp2",
     "in_base_2",
     "rounding_once_or_twice",
     "tanh",
+    "tile_dot",
 ]
 
 CHUNK = 512
 TILE = 32
 LANES = 16
 SLACK = 8.0
+Q_PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of queries in "bf16x2"
 MOST = 32512
 LEAST_QUANTISED = 2.0**-100
 
@@ -135,7 +142,7 @@ class Head(NamedTuple):
     slope: float | None
     block_size: int
     fma: Fma
-    rounded: bool
+    parts: tuple[int, int] | None  # of q and of the weights, in the order of tiles
     k_scales: list[float] | None
     v_scales: list[float] | None
 
@@ -162,12 +169,14 @@ def attend(
     position: int | None = None,
     mask: list[bool] | None = None,
     arithmetic: str = "exact",
+    q_dtype: str = "float32",
     fused: bool = True,
 ) -> tuple[list[float], float]:
     """Return output and lse of one query head over the tokens of its sequence. Every number is a float32.
 
     K and V may have different dims, and be `Quantised`. The options have the meanings of `pagepool.decode`. `mask` is
     true for each seen token. For a sequence without tokens the number of dims is unknown, so the output is empty.
+    "bf16x2" depends on the dtype of the query, `q_dtype`.
 
     >>> out, lse = attend([1.0, 0.0], [[0.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [3.0, 4.0]], 1.0)
     >>> out, round(lse, 6)
@@ -186,6 +195,7 @@ def attend(
         position=position,
         mask=mask,
         arithmetic=arithmetic,
+        q_dtype=q_dtype,
         fused=fused,
     )
     return out, lse
@@ -205,6 +215,7 @@ def attend_with_scores(
     position: int | None = None,
     mask: list[bool] | None = None,
     arithmetic: str = "exact",
+    q_dtype: str = "float32",
     fused: bool = True,
 ) -> tuple[list[float], float, list[float]]:
     """Return output, lse and the sum of weights of each block of `block_size` tokens, 0 for blocks that are not seen.
@@ -222,15 +233,15 @@ def attend_with_scores(
     if not seen:
         return [0.0] * len(values[0] if values else []), -inf, scores
     fma = rounding_once_or_twice(fused)
-    rounded = arithmetic == "bf16"
+    parts = {"exact": None, "bf16": (1, 1), "bf16x2": (Q_PARTS[q_dtype], 2)}[arithmetic]
     scale = in_base_2(f32(sm_scale))
     if k_scales is not None:
         q, scale = _quantised_query(q, scale, channels)
     else:
-        q, scale = ([rounded_to_bf16(x) for x in q], scale) if rounded else ([f32(x * scale) for x in q], 1.0)
+        q, scale = (q, scale) if parts else ([f32(x * scale) for x in q], 1.0)
     cap, slope = in_base_2(f32(logits_soft_cap)), None if alibi_slope is None else in_base_2(alibi_slope)
-    head = Head(q, keys, values, scale, position, seen, cap, slope, block_size, fma, rounded, k_scales, v_scales)
-    partials = [_chunk(head, tokens) for tokens in _split(seen, CHUNK)]
+    head = Head(q, keys, values, scale, position, seen, cap, slope, block_size, fma, parts, k_scales, v_scales)
+    partials = [(_chunk_of_tiles if parts else _chunk)(head, tokens) for tokens in _split(seen, CHUNK)]
     merged, *rest = partials
     for partial in rest:
         merged = _merge(merged, partial, fma)
@@ -282,14 +293,10 @@ def _score(head: Head, t: int) -> float:
     if head.k_scales is not None:
         total = f32(sum(a * b for a, b in zip(head.q, k, strict=True)))
         return _transformed(head, t, f32(total * f32(head.k_scales[t] * head.scale)))
-    if head.rounded:
-        for d in range(0, len(k), 2):
-            total = dot(total, head.q[d : d + 2], k[d : d + 2])
-    else:
-        chains = [0.0, 0.0]
-        for d, (a, b) in enumerate(zip(head.q, k, strict=True)):
-            chains[d % 2] = head.fma(a, b, chains[d % 2])
-        total = f32(chains[0] + chains[1])
+    chains = [0.0, 0.0]
+    for d, (a, b) in enumerate(zip(head.q, k, strict=True)):
+        chains[d % 2] = head.fma(a, b, chains[d % 2])
+    total = f32(chains[0] + chains[1])
     return _transformed(head, t, f32(total * head.scale))
 
 
@@ -313,20 +320,64 @@ def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple
         blocks = {block: f32(x * c) for block, x in blocks.items()}
     lanes = [0.0] * TILE
     for t, score in zip(seen, scores, strict=True):
-        p = _weight(score, m, head.fma)
-        lanes[t % TILE] = rounded_to_bf16(flushed(p)) if head.rounded else p
-    if head.rounded:
-        sums = [dot(sums[i], lanes[2 * i : 2 * i + 2], [1.0, 1.0]) for i in range(LANES)]
-    else:
-        sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
-    add = _add_pairs if head.rounded else _add_tokens if head.v_scales is None else _add_integers
+        lanes[t % TILE] = _weight(score, m, head.fma)
+    sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
+    add = _add_tokens if head.v_scales is None else _add_integers
     o = add(head, seen, lanes, o)
+    _add_to_blocks(head, seen, lanes, blocks)
+    return Partial(m, old.l, o, blocks), sums
+
+
+def _add_to_blocks(head: Head, seen: list[int], lanes: list[float], blocks: dict[int, float]) -> None:
+    """Add the weights of a tile to the sums of the blocks that have its tokens."""
     for (block, _), piece in groupby(seen, lambda t: (t // head.block_size, t // LANES)):
         weights = [0.0] * LANES
         for t in piece:
             weights[t % LANES] = lanes[t % TILE]
         blocks[block] = f32(blocks.get(block, 0.0) + _tree_sum(weights))
-    return Partial(m, old.l, o, blocks), sums
+
+
+def _chunk_of_tiles(head: Head, tokens: list[int]) -> Partial:
+    """A chunk in the order of tiles."""
+    assert head.parts is not None
+    q_parts, p_parts = head.parts
+    q, dims = [_in_parts(x, q_parts) for x in head.q], range(len(head.v[0]))
+    bends = bool(head.cap) or head.slope is not None or not head.scale > 0.0
+    factor = 1.0 if bends else head.scale
+    scores = {}
+    for t in tokens:
+        score = 0.0
+        for d in range(0, len(q), TILE):
+            for part in reversed(range(q_parts)):
+                score = tile_dot(score, [x[part] for x in q[d : d + TILE]], head.k[t][d : d + TILE])
+        scores[t] = _transformed(head, t, f32(score * head.scale)) if bends else score
+    m = _maximum(-LARGEST, *(f32(score * factor) for score in scores.values()))
+    o, sums, blocks = [0.0 for _ in dims], [0.0] * LANES, dict[int, float]()
+    for seen in _split(tokens, TILE):
+        lanes = [0.0] * TILE
+        for t in seen:
+            lanes[t % TILE] = exp2(head.fma(scores[t], factor, -m), head.fma)
+        parts = [_in_parts(p, p_parts) for p in lanes]
+        for part in reversed(range(p_parts)):
+            sums = [f32(f32(sums[i] + parts[2 * i + 1][part]) + parts[2 * i][part]) for i in range(LANES)]
+        if p_parts == 1:
+            lanes = [rounded for (rounded,) in parts]
+        first = seen[0] - seen[0] % TILE
+        values = [head.v[t] if t in scores else [0.0 for _ in dims] for t in range(first, first + TILE)]
+        for part in reversed(range(p_parts)):
+            weights = [x[part] for x in parts]
+            o = [tile_dot(o[d], weights, [row[d] for row in values]) for d in dims]
+        _add_to_blocks(head, seen, lanes, blocks)
+    return Partial(m, _tree_sum(sums), [x + 0.0 for x in o], blocks)
+
+
+def _in_parts(x: float, count: int) -> list[float]:
+    """`count` bfloat16 that add up to nearly x, largest first."""
+    parts = []
+    for _ in range(count):
+        parts.append(rounded_to_bf16(flushed(x)))
+        x = f32(x - parts[-1])
+    return parts
 
 
 def _add_tokens(head: Head, seen: list[int], lanes: list[float], o: list[float]) -> list[float]:
@@ -349,15 +400,6 @@ def _add_integers(head: Head, seen: list[int], lanes: list[float], o: list[float
     weights = {t: round(f32(x[t] * up)) for t in seen}
     sums = [f32(sum(weights[t] * int(head.v[t][d]) for t in seen)) for d in range(len(o))]
     return [head.fma(total, f32(largest / MOST), y) for total, y in zip(sums, o, strict=True)]
-
-
-def _add_pairs(head: Head, seen: list[int], lanes: list[float], o: list[float]) -> list[float]:
-    nothing = [0.0] * len(o)
-    for first in dict.fromkeys(t - t % 2 for t in seen):
-        a, b = (head.v[t] if t in seen else nothing for t in (first, first + 1))
-        p = lanes[first % TILE : first % TILE + 2]
-        o = [dot(x, p, y) for x, *y in zip(o, a, b, strict=True)]
-    return o
 
 
 def _tree_sum(lanes: list[float]) -> float:
@@ -397,20 +439,23 @@ def _twice(a: float, b: float, c: float) -> float:
     return f32(f32(a * b) + c)
 
 
-def dot(total: float, a: Sequence[float], b: Sequence[float]) -> float:
-    """Return total + a[1] * b[1] + a[0] * b[0], rounded after each step, as AVX512_BF16's vdpbf16ps does.
+def tile_dot(total: float, a: Sequence[float], b: Sequence[float]) -> float:
+    """Return total + (chain of even products + chain of odd ones), as AMX's TDPBF16PS computes a number of a tile.
 
     Subnormal operands and results become zeros with the same sign. A result is subnormal if its value, rounded with an
     unbounded exponent, is below the smallest normal number.
 
-    >>> dot(1.0, [2.0**-24, 2.0**-24], [1.0, 1.0]), dot(0.0, [2.0**-100, 0.0], [2.0**-30, 1.0])
-    (1.0, 0.0)
+    >>> tile_dot(1.0, [2.0**-24, 2.0**-24], [1.0, 1.0]), tile_dot(0.0, [2.0**-100, 0.0], [2.0**-30, 1.0])
+    (1.0000001192092896, 0.0)
     """
-    total, a0, a1, b0, b1 = map(flushed, (total, *a, *b))
-    return _fma_flushed(a0, b0, _fma_flushed(a1, b1, total))
+    chains = [0.0, 0.0]
+    for i, (x, y) in enumerate(zip(a, b, strict=True)):
+        chains[i % 2] = _fma_flushed(x, y, chains[i % 2])
+    return _fma_flushed(1.0, total, _fma_flushed(1.0, *chains))
 
 
 def _fma_flushed(a: float, b: float, c: float) -> float:
+    a, b, c = flushed(a), flushed(b), flushed(c)
     if abs(a * b + c) < SMALLEST - 2.0**-151:  # half a step below SMALLEST; the float64 sum is exact there
         return copysign(0.0, a * b + c)
     return fma(a, b, c)

@@ -92,7 +92,7 @@ def calls(draw):
             numbers = rng.standard_normal(case.q.shape[1]).astype(np.float32) * np.float32(one_of(draw, 0.01, 1, 30))
             options[name] = sprinkle(draw, rng, numbers)
     if dtype == "bfloat16" and not layout.is_mixed:
-        options["arithmetic"] = one_of(draw, "exact", "bf16")
+        options["arithmetic"] = one_of(draw, "exact", "bf16", "bf16x2")
     return Call(case, kv, counts, masks, options)
 
 

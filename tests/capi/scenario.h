@@ -198,7 +198,7 @@ static inline void scenario_check_row(const scenario *s, const pp_decode_args *a
     const float *q = s->q + row * dims, *out = (const float *)args->out + row * v_dims;
     double *weight = (double *)scenario_memory((size_t)length * sizeof(double));
     double largest = args->sinks ? (double)args->sinks[head] : -INFINITY, sum = 0.0, error = 0.0, scale = 0.0;
-    const double rounding = args->arithmetic == PP_EXACT ? 0.0 : 1.01 / 128;
+    const double rounding = args->arithmetic == PP_ROUNDED_BF16 ? 1.01 / 128 : 0.0;
     for (int32_t t = 0; t < length; t++) {
         double score = 0.0;
         weight[t] = -INFINITY;

@@ -31,13 +31,16 @@ def run(command, **environment):
     return done.stdout
 
 
-def build(source, target, *more):
-    """Compile and link one program as CONTRIBUTING.md and README.md describe, with warnings as errors."""
+def build(source, target, *more, beside=()):
+    """Compile and link one program, with the sources `beside` it, as CONTRIBUTING.md and README.md describe.
+
+    Warnings are errors.
+    """
     cxx = source.suffix == ".cpp"
     tool = compiler("CXX", ["g++", "c++", "clang++"]) if cxx else compiler("CC", ["gcc", "cc", "clang"])
     paths = [f"-I{pagepool.get_include()}", f"-L{pagepool.get_library_dir()}"]
     flags = [*(CXX_FLAGS if cxx else C_FLAGS), *STRICT, *paths]
-    run([*tool, *flags, str(source), "-o", str(target), "-lpagepool", "-lm", "-pthread", *more])
+    run([*tool, *flags, str(source), *map(str, beside), "-o", str(target), "-lpagepool", "-lm", "-pthread", *more])
     return target
 
 
@@ -53,10 +56,35 @@ def test_c_program_agrees_with_a_double_loop_on_every_instruction_set(c_program)
         assert run([str(c_program)], PAGEPOOL_ISA=isa).split()[:2] == ["ok", isa]
 
 
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    return build(HERE / "variants.c", tmp_path_factory.mktemp("capi") / "variants")
+
+
+@pytest.fixture(scope="module")
+def bits_of_variants():
+    """Bits of all results of variants.c, on each instruction set with fma that has run it."""
+    return set()
+
+
 @pytest.mark.parametrize("isa", ISAS)
-def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(isa, tmp_path):
-    program = build(HERE / "variants.c", tmp_path / "variants")
-    assert run([str(program)], PAGEPOOL_ISA=isa).split() == ["ok", isa]
+def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(isa, variants, bits_of_variants):
+    *said, bits = run([str(variants)], PAGEPOOL_ISA=isa).split()
+    assert said == ["ok", isa]
+    if isa != "baseline":
+        bits_of_variants.add(bits)
+        assert len(bits_of_variants) == 1
+
+
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="kernels of AMX use AVX512_BF16, too")
+def test_instructions_of_amx_have_the_bits_of_vectors(variants, bits_of_variants, tmp_path):
+    """By AMX's own instructions, which a handler of SIGILL runs where the CPU does not have them."""
+    emulated = build(HERE / "variants.c", tmp_path / "emulated", beside=[HERE / "emulated_amx.c"])
+    *said, bits = run([str(emulated)], PAGEPOOL_ISA="amx").split()
+    assert said == ["ok", "amx"]
+    bits_of_variants.add(bits)
+    bits_of_variants.add(run([str(variants)], PAGEPOOL_ISA="avx512_bf16").split()[-1])
+    assert len(bits_of_variants) == 1
 
 
 def test_every_pair_of_dtypes_is_right_with_the_same_bits_wherever_there_is_fma(c_program, tmp_path):

@@ -65,6 +65,13 @@ int pp_os_leave_cpu(int cpu) {
     return 1;
 }
 
+#if defined(__x86_64__)
+int pp_os_permits_tiles(void) {
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM; the component of XCR0 */
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
 #if defined(__aarch64__)
 int pp_os_cpu_has_dotprod(void) { return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0; }
 #endif

@@ -32,6 +32,11 @@ void pp_os_wait(_Atomic uint32_t *word, uint32_t seen);
 /* Wakes at most `count` threads that wait for `word`. */
 void pp_os_wake(_Atomic uint32_t *word, int count);
 
+/* Asks that the process may use tiles of AMX, once for all of its threads and children.  Returns 0 if the system
+ * refuses: Linux does if the alternate signal stack of some thread is too small for their state, and from then on it
+ * refuses such stacks. */
+int pp_os_permits_tiles(void);
+
 /* Lets another thread run on this CPU. */
 void pp_os_yield(void);
 

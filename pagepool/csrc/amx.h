@@ -1,0 +1,12 @@
+/* amx.h: whether this process may use AMX. */
+#ifndef PP_AMX_H
+#define PP_AMX_H
+
+/* PP_AMX_REFUSED: the CPU has AMX with bf16, and the system does not let the process use it. */
+enum { PP_AMX_MISSING, PP_AMX_REFUSED, PP_AMX_PERMITTED };
+
+/* Asks the system at the first call, for all threads of the process and its children.  In a file of its own, so that
+ * tests, which emulate AMX, can replace it. */
+int pp_amx_state(void);
+
+#endif

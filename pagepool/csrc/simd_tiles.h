@@ -1,0 +1,102 @@
+/* simd_tiles.h: the vocabulary of AMX: 8 tiles, 0 to 7, of 16 rows of 64 bytes.
+ *
+ *   default             AMX's instructions
+ *   PP_TILES_PORTABLE   plain C with the same bits on every CPU: for tests without AMX, and for sanitizers, which do
+ *                       not see loads and stores of tiles
+ *
+ * The number of a tile is part of the instruction: a literal.
+ *
+ * The instructions are written in assembler.  gcc 12's _tile_loadconfig and _tile_loadd do not say which memory they
+ * read, so that with -O3 a store just before them is dropped or moved behind them, and LDTILECFG faults.  No target
+ * pragma is needed either, but binutils 2.35 or later. */
+#ifndef PP_SIMD_TILES_H
+#define PP_SIMD_TILES_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES, NUM_TILES = 8 };
+
+#ifndef PP_TILES_PORTABLE
+
+/* What LDTILECFG reads. */
+typedef struct tile_config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+} __attribute__((aligned(64))) tile_config;
+_Static_assert(sizeof(tile_config) == 64, "as LDTILECFG reads it");
+
+/* Tiles may be used between tiles_begin, which takes 50 ns, and tiles_end.  Code in between must not call functions
+ * that may use tiles.  While tiles are in use, a context switch saves 8 KB more. */
+static inline void tiles_begin(void) {
+    tile_config config = {.palette = 1};
+    for (int i = 0; i < NUM_TILES; i++) {
+        config.row_bytes[i] = TILE_ROW_BYTES;
+        config.rows[i] = TILE_ROWS;
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+}
+static inline void tiles_end(void) { __asm__ volatile("tilerelease"); }
+
+#define TILE_MEMORY(p) "m"(*(const char(*)[])(p))
+#define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t : :)
+#define tile_load(t, p, step) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((long)(step)), TILE_MEMORY(p))
+/* The same of memory that is not read again soon. */
+#define tile_stream(t, p, step) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t : : "r"(p), "r"((long)(step)), TILE_MEMORY(p))
+#define tile_store(t, p, step) \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((long)(step)) : "memory")
+/* c += a b, where a has rows of 16 pairs of bf16, and b 16 pairs deep columns.  AT&T order is b, a, c. */
+#define tile_dot(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+
+#else
+
+typedef union tile_data {
+    unsigned char rows[TILE_ROWS][TILE_ROW_BYTES];
+    uint32_t words[TILE_ROWS][16];
+    float numbers[TILE_ROWS][16];
+} tile_data;
+static _Thread_local tile_data tiles[NUM_TILES];
+
+static inline void tiles_begin(void) { memset(tiles, 0, sizeof tiles); }
+static inline void tiles_end(void) { memset(tiles, 0xff, sizeof tiles); /* later use gives NaN */ }
+static inline void tile_zero(int t) { memset(&tiles[t], 0, sizeof tiles[t]); }
+static __attribute__((noinline)) void tile_load(int t, const void *p, long step) {
+    for (int r = 0; r < TILE_ROWS; r++) memcpy(tiles[t].rows[r], (const char *)p + r * step, TILE_ROW_BYTES);
+}
+static inline void tile_stream(int t, const void *p, long step) { tile_load(t, p, step); }
+static __attribute__((noinline)) void tile_store(int t, void *p, long step) {
+    for (int r = 0; r < TILE_ROWS; r++) memcpy((char *)p + r * step, tiles[t].rows[r], TILE_ROW_BYTES);
+}
+
+static inline float tile_number(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+/* Zero with the sign of x where x is subnormal, else x. */
+static inline float tile_flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
+/* a * b + c, rounded once; a and b are bf16, or a is 1.  The result is zero if it is subnormal after rounding with an
+ * unbounded exponent; then the sum is exact in double. */
+static inline float tile_fma(float a, float b, float c) {
+    const float x = tile_flushed(a), y = tile_flushed(b), z = tile_flushed(c);
+    const double sum = (double)x * y + z;
+    return fabs(sum) < 0x1p-126 - 0x1p-151 ? copysignf(0.0f, (float)sum) : fmaf(x, y, z);
+}
+static __attribute__((noinline)) void tile_dot(int c, int a, int b) {
+    for (int m = 0; m < TILE_ROWS; m++)
+        for (int n = 0; n < 16; n++) {
+            float first = 0.0f, second = 0.0f;
+            for (int k = 0; k < 16; k++) {
+                const uint32_t x = tiles[a].words[m][k], y = tiles[b].words[k][n];
+                first = tile_fma(tile_number(x << 16), tile_number(y << 16), first);
+                second = tile_fma(tile_number(x & 0xffff0000u), tile_number(y & 0xffff0000u), second);
+            }
+            tiles[c].numbers[m][n] = tile_fma(1.0f, tile_fma(1.0f, first, second), tiles[c].numbers[m][n]);
+        }
+}
+#endif
+#endif

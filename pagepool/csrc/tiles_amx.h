@@ -1,0 +1,385 @@
+/* tiles_amx.h: arithmetic "bf16" and "bf16x2" by AMX.  After simd_tiles.h and tiles_panel.h.
+ *
+ * Squares of 32 x 32 numbers are four tiles, 0 to 3; 4 and 5 hold what rows bring, 6 and 7 columns.  K is read where it
+ * lies: 32 dims of a group of a bf16 page are a tile.  V is copied into tiles, once per chunk for all panels.
+ *
+ * Tiles and vectors have execution units of their own, which work at the same time only if their instructions lie close
+ * together.  So three jobs are under way, one in each stage, and after each step (4 products of tiles) comes an item of
+ * softmax, which takes about as long.  It gains 10 to 20 %. */
+
+enum { ITEM_TILES = 4, NUM_JOBS = 3 };
+
+/* K and V of a head in a chunk. */
+typedef struct amx_chunk {
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups of tiled pages; v until the next is read */
+    unsigned char *v_tiles; /* [v_squares][tiles of tokens][2][1 KB] */
+    unsigned char *k_tail;  /* [groups][1 KB]: the last dims, where they are fewer than 32 */
+    int not_finite;         /* V has a NaN or an infinity */
+} amx_chunk;
+
+typedef struct amx_job {
+    tile_job job;
+    const amx_chunk *chunk;
+    pp_running *running; /* of the panel's rows, and their sums; or NULL: the result goes to the rows' records */
+    float *rows;
+} amx_job;
+
+/* A call's work on one head, and its scratch. */
+typedef struct amx_run {
+    tile_call call;
+    int64_t row_stride;
+    int count; /* of jobs that went in */
+    amx_job jobs[NUM_JOBS];
+    amx_chunk chunks[NUM_JOBS];
+    tile_buffers under_way[2]; /* while the scores of one are made, the weights of another of the same are read */
+} amx_run;
+
+typedef struct amx_scratch {
+    amx_run *run;
+    tile_item *q;
+    float *sums, *apart, *widened, *rows;
+    pp_running *running;
+    unsigned char *groups, *v[NUM_JOBS], *k_tail[NUM_JOBS];
+} amx_scratch;
+
+static int64_t lay_out_amx(const pp_kv_layout *layout, int q_parts, int32_t rows, unsigned char *memory,
+                           amx_scratch *scratch) {
+    int64_t at = 0;
+    const int64_t padded = (rows + PP_ROWS - 1) / PP_ROWS * PP_ROWS, item = sizeof(float);
+    const int64_t steps = (layout->head_dim + 31) / 32, v_dims = (layout->v_head_dim + 31) / 32 * 32;
+    *scratch = (amx_scratch){.run = carve(memory, &at, sizeof(amx_run))};
+    scratch->q = carve(memory, &at, padded * q_parts * steps * 32 * (int64_t)sizeof(tile_item));
+    scratch->sums = carve(memory, &at, PP_ROWS * v_dims * item);
+    scratch->apart = carve(memory, &at, PP_ROWS * v_dims * item);
+    scratch->widened = carve(memory, &at, layout->head_dim * item);
+    scratch->rows = carve(memory, &at, padded * pp_row_stride(layout) * item);
+    scratch->running = carve(memory, &at, padded * (int64_t)sizeof(pp_running));
+    scratch->groups = carve(memory, &at, pp_kernels_get()->tiled_bytes(layout));
+    for (int i = 0; i < NUM_JOBS; i++) {
+        scratch->v[i] = carve(memory, &at, PP_CHUNK * v_dims * 2);
+        scratch->k_tail[i] = carve(memory, &at, layout->head_dim % 32 ? PP_CHUNK_GROUPS * TILE_BYTES : 0);
+    }
+    return at;
+}
+
+static int64_t amx_bytes(const pp_kv_layout *layout, int32_t arithmetic, int32_t q_dtype, int32_t rows) {
+    amx_scratch scratch;
+    const int64_t own = lay_out_amx(layout, query_parts(arithmetic, q_dtype), rows, NULL, &scratch);
+    const int64_t by_vectors = pp_tiles_avx512_wide.bytes(layout, arithmetic, q_dtype, PP_ROWS);
+    return own > by_vectors ? own : by_vectors;
+}
+
+/* Where the tile of V for 32 tokens and 16 dims begins. */
+PP_INLINE unsigned char *v_tile_at(const amx_chunk *chunk, int d, int t, int half) {
+    return chunk->v_tiles + ((int64_t)(d * PP_SQUARES + t) * 2 + half) * TILE_BYTES;
+}
+
+/* Copies V of tile t of tokens into tiles; those that are not `seen` become zeros. */
+static void copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int t, uint32_t seen) {
+    for (int d = 0; d < call->v_squares; d++)
+        copy_v(call->v_head_dim, d, chunk->v + 2 * t, seen, v_tile_at(chunk, d, t, 0), TILE_ROW_BYTES, TILE_BYTES);
+}
+
+/* Brings K and V of a chunk, whose tile 0 begins at `begin`, into tiles. */
+static void read_chunk_amx(const tile_call *call, const pp_chunk *from, int32_t head, int64_t begin,
+                           unsigned char *groups, amx_chunk *chunk) {
+    const int tiles = (int)((from->end - begin + PP_TILE - 1) / PP_TILE), tail = call->head_dim % 32;
+    pp_kernels_get()->read_tiled(from, head, groups, chunk->k, chunk->v);
+    for (int g = 0; tail && g < 2 * tiles; g++) {
+        unsigned char *to = chunk->k_tail + g * TILE_BYTES;
+        memset(to, 0, TILE_BYTES);
+        memcpy(to, chunk->k[g] + call->head_dim / 32 * PP_K_TILE, (size_t)tail / 2 * TILE_ROW_BYTES);
+    }
+    chunk->not_finite = 0;
+    for (int t = 0; t < tiles; t++) {
+        const int64_t at = begin + t * PP_TILE;
+        copy_v_into_tiles(call, chunk, t, pp_bits_between(from->first - at, from->end - at));
+        for (int d = 0; d < call->v_squares; d++)
+            chunk->not_finite |= some_not_finite(v_tile_at(chunk, d, t, 0), 2 * TILE_BYTES);
+    }
+}
+
+/* The softmax of a job, item by item, spread evenly over the steps of others. */
+typedef struct amx_softmax {
+    tile_softmax next;
+    int64_t items, steps, credit;
+} amx_softmax;
+
+PP_INLINE void step_done(const int PARTS, amx_softmax *x) {
+    for (x->credit += x->items; x->credit >= x->steps; x->credit -= x->steps) softmax_item(PARTS, ITEM_TILES, &x->next);
+}
+
+PP_INLINE void square_zero(void) {
+    tile_zero(0);
+    tile_zero(1);
+    tile_zero(2);
+    tile_zero(3);
+}
+/* Rows are [32][32]; of a panel of up to 16 rows the second half is left out. */
+PP_INLINE void square_dot(const tile_item *rows, int two) {
+    tile_load(4, rows, TILE_ROW_BYTES);
+    tile_dot(0, 4, 6);
+    tile_dot(1, 4, 7);
+    if (!two) return;
+    tile_load(5, rows + PP_SQUARE / 2, TILE_ROW_BYTES);
+    tile_dot(2, 5, 6);
+    tile_dot(3, 5, 7);
+}
+PP_INLINE void square_store(float *to, int64_t step, int two) {
+    tile_store(0, to, 4 * step);
+    tile_store(1, to + 16, 4 * step);
+    if (!two) return;
+    tile_store(2, to + 16 * step, 4 * step);
+    tile_store(3, to + 16 * step + 16, 4 * step);
+}
+
+/* Scores of 32 tokens. */
+PP_INLINE void square_of_scores(const int PARTS, const amx_job *a, int t, amx_softmax *x) {
+    const tile_job *job = &a->job;
+    const tile_call *call = job->call;
+    const int two = job->rows > TILE_ROWS, whole = call->head_dim / 32;
+    square_zero();
+    for (int i = 0; i < call->steps; i++) {
+        const unsigned char *left = a->chunk->k[2 * t] + i * PP_K_TILE, *right = a->chunk->k[2 * t + 1] + i * PP_K_TILE;
+        if (i == whole) {
+            left = a->chunk->k_tail + 2 * t * TILE_BYTES;
+            right = left + TILE_BYTES;
+        }
+        tile_stream(6, left, TILE_ROW_BYTES);
+        tile_stream(7, right, TILE_ROW_BYTES);
+        for (int part = call->q_parts - 1; part >= 0; part--) { /* the smallest first */
+            square_dot(queries_at(call, job->q, part, i), two);
+            if (x) step_done(PARTS, x);
+        }
+    }
+    square_store(job->to->s + t * PP_TILE, PP_SCORE_STEP, two);
+}
+
+/* 32 dims of the panel's weights times V. */
+PP_INLINE void dims_of_values(const int PARTS, const amx_job *c, int d, float *sums, amx_softmax *x) {
+    const tile_job *job = &c->job;
+    const int two = job->rows > TILE_ROWS;
+    square_zero();
+    for (int t = job->first; t < job->end; t++) {
+        const unsigned char *v = v_tile_at(c->chunk, d, t, 0);
+        tile_stream(6, v, TILE_ROW_BYTES);
+        tile_stream(7, v + TILE_BYTES, TILE_ROW_BYTES);
+        PP_UNROLL for (int part = PARTS - 1; part >= 0; part--) {
+            square_dot(job->to->p[part][t], two);
+            if (x) step_done(PARTS, x);
+        }
+    }
+    square_store(sums + 32 * d, job->call->v_squares * 32, two);
+}
+
+static void finish_job(const amx_run *run, const amx_job *c) {
+    if (c->running)
+        merge_job(&c->job, c->running, c->rows, run->row_stride);
+    else
+        record_job(&c->job, run->row_stride);
+}
+
+/* One stage of each of up to three jobs: scores of a, softmax of b, values of c, whose result is used then. */
+PP_INLINE void stages(const int PARTS, const amx_run *run, const amx_job *a, const amx_job *b, const amx_job *c) {
+    const tile_call *call = &run->call;
+    const int squares = a ? a->job.end - a->job.first : 0, v_squares = call->v_squares;
+    amx_softmax x = {.steps = (int64_t)squares * call->steps * call->q_parts};
+    if (c) x.steps += (int64_t)v_squares * (c->job.end - c->job.first) * PARTS;
+    if (b) {
+        x.next = (tile_softmax){.job = &b->job, .tile = b->job.first};
+        x.items = (int64_t)b->job.rows * ((b->job.end - b->job.first + ITEM_TILES - 1) / ITEM_TILES);
+    }
+    if (b && x.steps) {
+        for (int d = 0, t = 0; d < v_squares; d++) {
+            if (c) dims_of_values(PARTS, c, d, c->job.sums, &x);
+            for (const int end = squares * (d + 1) / v_squares; t < end; t++)
+                square_of_scores(PARTS, a, a->job.first + t, &x);
+        }
+    } else {
+        for (int64_t i = 0; i < x.items; i++) softmax_item(PARTS, ITEM_TILES, &x.next);
+        for (int d = 0; c && d < v_squares; d++) dims_of_values(PARTS, c, d, c->job.sums, NULL);
+        for (int t = 0; t < squares; t++) square_of_scores(PARTS, a, a->job.first + t, NULL);
+    }
+    if (c) finish_job(run, c);
+}
+static __attribute__((noinline)) void stages_1(const amx_run *run, const amx_job *a, const amx_job *b,
+                                               const amx_job *c) {
+    stages(1, run, a, b, c);
+}
+static __attribute__((noinline)) void stages_2(const amx_run *run, const amx_job *a, const amx_job *b,
+                                               const amx_job *c) {
+    stages(2, run, a, b, c);
+}
+static void run_stages(const amx_run *run, const amx_job *a, const amx_job *b, const amx_job *c) {
+    (run->call.p_parts == 1 ? stages_1 : stages_2)(run, a, b, c);
+}
+
+/* The job that went in `back` jobs ago, or NULL. */
+static amx_job *job_before(amx_run *run, int back) {
+    return run->count >= back ? &run->jobs[(run->count - back) % NUM_JOBS] : NULL;
+}
+
+/* Ends the jobs that are under way. */
+static void drain(amx_run *run) {
+    if (!run->count) return;
+    run_stages(run, NULL, job_before(run, 1), job_before(run, 2));
+    run_stages(run, NULL, NULL, job_before(run, 1));
+    run->count = 0;
+}
+
+/* Runs a job whose chunk has a V that is not finite: a weight of 0 does not hide that.  Computes the values query by
+ * query, with masked tokens zeroed for each. */
+static void run_apart(amx_run *run, amx_job *a, float *apart) {
+    tile_job *job = &a->job;
+    const tile_call *call = job->call;
+    const int64_t sums_step = call->v_squares * 32;
+    for (int t = job->first; t < job->end; t++)
+        call->p_parts == 1 ? square_of_scores(1, a, t, NULL) : square_of_scores(2, a, t, NULL);
+    softmax_of_job(job);
+    for (int from = 0, to; from < job->rows; from = to) {
+        for (to = from + 1; to < job->rows && job->row[to].view == job->row[from].view &&
+                            job->row[to].query == job->row[from].query;)
+            to++;
+        for (int t = job->first; t < job->end; t++)
+            if (!job->whole[t]) copy_v_into_tiles(call, a->chunk, t, job->seen[t][from]);
+        for (int d = 0; d < call->v_squares; d++)
+            call->p_parts == 1 ? dims_of_values(1, a, d, apart, NULL) : dims_of_values(2, a, d, apart, NULL);
+        memcpy(job->sums + from * sums_step, apart + from * sums_step,
+               (size_t)((to - from) * sums_step) * sizeof(float));
+    }
+    finish_job(run, a);
+}
+
+/* Starts the next job, whose rows and chunk are set. */
+static void push(amx_run *run, amx_job *a, const pp_chunk *from, float *apart) {
+    look_at_squares(&a->job, from->end);
+    if (a->job.first >= a->job.end) {
+        if (!a->running) record_job(&a->job, run->row_stride);
+        return;
+    }
+    if (a->chunk->not_finite && !a->job.whole_panel) {
+        amx_job own = *a;
+        drain(run);
+        run_apart(run, &own, apart);
+        for (int t = own.job.first; t < own.job.end; t++) {
+            const int64_t at = own.job.begin + t * PP_TILE;
+            copy_v_into_tiles(&run->call, own.chunk, t, pp_bits_between(from->first - at, from->end - at));
+        }
+        return;
+    }
+    run_stages(run, a, job_before(run, 1), job_before(run, 2));
+    run->count++;
+}
+
+/* The next job's place. */
+static amx_job *next_job(amx_run *run, const amx_scratch *scratch, const amx_chunk *chunk, int64_t begin,
+                         const tile_item *q) {
+    amx_job *a = &run->jobs[run->count % NUM_JOBS];
+    a->job.call = &run->call;
+    a->job.to = &run->under_way[run->count % 2];
+    a->job.q = q;
+    a->job.sums = scratch->sums;
+    a->job.begin = begin;
+    a->chunk = chunk;
+    a->running = NULL;
+    return a;
+}
+
+static amx_run *begin_run(const pp_chunk *chunk, int32_t kv_head, amx_scratch *scratch) {
+    amx_run *run = scratch->run;
+    run->call = begin_call(chunk, kv_head);
+    run->row_stride = pp_row_stride(&chunk->pool->layout);
+    run->count = 0;
+    for (int i = 0; i < NUM_JOBS; i++) {
+        run->chunks[i].v_tiles = scratch->v[i];
+        run->chunks[i].k_tail = scratch->k_tail[i];
+    }
+    tiles_begin();
+    return run;
+}
+
+static void prefill_amx(const pp_query_block *work) {
+    const pp_kv_layout *layout = &work->chunk.pool->layout;
+    const int32_t rows = (work->query_end - work->query_begin) * work->chunk.group_size;
+    pp_chunk chunk = work->chunk;
+    amx_scratch scratch;
+    lay_out_amx(layout, query_parts(chunk.arithmetic, chunk.q_dtype), rows, work->scratch, &scratch);
+    amx_run *run = begin_run(&chunk, work->kv_head, &scratch);
+    const int64_t q_items = (int64_t)run->call.q_parts * run->call.steps * PP_SQUARE;
+    for (int32_t r = 0; r < rows; r += PP_ROWS) {
+        amx_job *a = next_job(run, &scratch, NULL, 0, NULL);
+        list_job_rows(work, r, &a->job);
+        cut_queries(&a->job, work->queries.dtype, scratch.widened, scratch.q + r / PP_ROWS * q_items);
+    }
+    for (int32_t r = 0; r < rows; r++) scratch.running[r] = (pp_running){.some = 0};
+    const int64_t first = pp_first_seen(&chunk.view, work->query_begin);
+    const int64_t last = pp_end_seen(&chunk.view, work->query_end - 1);
+    int number = 0;
+    for (chunk.begin = first / PP_CHUNK * PP_CHUNK; chunk.begin < last; chunk.begin += PP_CHUNK, number++) {
+        amx_chunk *at = &run->chunks[number % NUM_JOBS];
+        chunk.first = first > chunk.begin ? first : chunk.begin;
+        chunk.end = chunk.begin + PP_CHUNK < last ? chunk.begin + PP_CHUNK : last;
+        const int64_t begin = chunk.first / PP_TILE * PP_TILE;
+        read_chunk_amx(&run->call, &chunk, work->kv_head, begin, scratch.groups, at);
+        for (int32_t r = 0; r < rows; r += PP_ROWS) {
+            amx_job *a = next_job(run, &scratch, at, begin, scratch.q + r / PP_ROWS * q_items);
+            list_job_rows(work, r, &a->job);
+            a->running = scratch.running + r;
+            a->rows = scratch.rows + r * run->row_stride;
+            push(run, a, &chunk, scratch.apart);
+        }
+    }
+    drain(run);
+    tiles_end();
+    write_rows_of_unit(work, scratch.running, scratch.rows, run->row_stride);
+}
+
+/* Panels of up to 32 rows; queries of a panel must last until its scores are made, which is at once. */
+static void shared_amx(const pp_shared *work) {
+    const pp_chunk *chunk = &work->chunk;
+    const int64_t begin = chunk->first / PP_TILE * PP_TILE;
+    amx_scratch scratch;
+    lay_out_amx(&chunk->pool->layout, query_parts(chunk->arithmetic, work->q_dtype), PP_ROWS, work->scratch, &scratch);
+    amx_run *run = begin_run(chunk, work->kv_head, &scratch);
+    read_chunk_amx(&run->call, chunk, work->kv_head, begin, scratch.groups, &run->chunks[0]);
+    for (;;) {
+        amx_job *a = next_job(run, &scratch, &run->chunks[0], begin, scratch.q);
+        a->job.rows = work->next_rows(work->context, a->job.row);
+        if (!a->job.rows) break;
+        cut_queries(&a->job, work->q_dtype, scratch.widened, scratch.q);
+        push(run, a, chunk, scratch.apart);
+    }
+    drain(run);
+    tiles_end();
+}
+
+/* Decode.  With few rows per head memory is the limit, and vectors read V in place. */
+enum { LEAST_ROWS = 16 };
+static void chunk_amx(const pp_chunk *work) {
+    const pp_kv_layout *layout = &work->pool->layout;
+    const int32_t head_rows = work->group_size * work->view.num_queries;
+    const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
+    const int64_t begin = work->first / PP_TILE * PP_TILE;
+    amx_scratch scratch;
+    if (head_rows < LEAST_ROWS || work->block_sums) {
+        pp_tiles_avx512_wide.chunk(work);
+        return;
+    }
+    lay_out_amx(layout, query_parts(work->arithmetic, work->q_dtype), PP_ROWS, work->scratch, &scratch);
+    for (int32_t from = first, to; from < last; from = to) {
+        const int32_t head = from / head_rows, head_end = (head + 1) * head_rows;
+        to = head_end < last ? head_end : last;
+        amx_run *run = begin_run(work, head, &scratch);
+        read_chunk_amx(&run->call, work, head, begin, scratch.groups, &run->chunks[0]);
+        for (int32_t row = from; row < to; row += PP_ROWS) {
+            amx_job *a = next_job(run, &scratch, &run->chunks[0], begin, scratch.q);
+            list_chunk_rows(work, head, row, to, &a->job);
+            cut_queries(&a->job, PP_F32, scratch.widened, scratch.q);
+            push(run, a, work, scratch.apart);
+        }
+        drain(run);
+        tiles_end();
+    }
+}
+
+const pp_tile_kernels pp_tiles_amx = {chunk_amx, prefill_amx, shared_amx, PP_ROWS, 16 * PP_ROWS, amx_bytes};

@@ -1,0 +1,346 @@
+/* tiles_panel.h: attention by products of tiles, for arithmetic "bf16" and "bf16x2", except the products.
+ *
+ * A panel is up to 32 rows of one KV head (a row: one query head of one query token, of any sequence).  A job is a
+ * panel and a chunk of 512 tokens, in three stages:
+ *
+ *   scores   32 rows x 32 tokens at a time
+ *   softmax  row by row.  The chunk's highest score is the shift; each weight is split into bf16 parts
+ *   values   32 rows x 32 dims at a time
+ *
+ * reference/canonical.py specifies the order of every sum.  No sum runs across rows, so the bits of a row do not depend
+ * on its panel.  Vectors (tiles_run.h) and AMX (tiles_amx.h) compute the same bits.
+ *
+ * Included once per implementation, after the definitions of tile_item, cut_into_parts and add_rounded_weights.  A
+ * square has 32 rows x 32 columns; its elements are stored as [32 rows][32]. */
+
+enum {
+    PP_ROWS = 32,
+    PP_SQUARE = PP_ROWS * PP_TILE,
+    PP_SQUARES = PP_CHUNK / PP_TILE,
+    PP_SCORE_STEP = PP_CHUNK + 16, /* rows that are 2 KB apart would share few sets of L1 */
+    PP_MOST_PARTS = 3,             /* of queries; weights have up to 2 */
+    PP_K_TILE = 32 * PP_GROUP * 2  /* bytes of 32 dims of K of a group */
+};
+
+/* Scores and weights of a job. */
+typedef struct tile_buffers {
+    float s[PP_ROWS * PP_SCORE_STEP] __attribute__((aligned(64))); /* [32 rows][PP_SCORE_STEP] */
+    tile_item p[2][PP_SQUARES][PP_SQUARE] __attribute__((aligned(64)));
+    float m[PP_ROWS], total[PP_ROWS]; /* the shift and the sum of the weights of each row */
+} tile_buffers;
+
+/* What all jobs of a call have in common. */
+typedef struct tile_call {
+    int head_dim, v_head_dim;
+    int steps, v_squares;     /* 32 dims each, the last ones may be fewer */
+    int q_parts, p_parts;
+    int keeps_weights;        /* leaves the weights in place of the scores, for the sums of blocks */
+    int bends;                /* scores are scaled, and bent by cap or slopes, before the shift is looked for */
+    float factor;             /* else they are scaled as they become weights */
+    pp_tile tile;             /* what cap_scores and add_slopes are told */
+} tile_call;
+
+typedef struct tile_job {
+    const tile_call *call;
+    tile_buffers *to;
+    const tile_item *q;       /* [q_parts][steps][32 rows][32] */
+    float *sums;              /* [32 rows][v_squares * 32]: of weights times V */
+    int64_t begin;            /* the first token of tile 0 */
+    int first, end;           /* range of tiles with a token that a row sees */
+    int rows;
+    int whole_panel;          /* all rows see all tokens of all these tiles */
+    uint8_t whole[PP_SQUARES];            /* all rows see all tokens of the tile */
+    uint32_t seen[PP_SQUARES][PP_ROWS];   /* the tokens that a row sees, where they do not */
+    int64_t origin[PP_ROWS];              /* the position of the first query token of the row's sequence */
+    pp_row row[PP_ROWS];      /* `view` may be invalid after look_at_squares */
+} tile_job;
+
+/* Numbers of bf16 that a query is cut into: as many as hold it in "bf16x2", one in "bf16". */
+static int query_parts(int32_t arithmetic, int32_t q_dtype) {
+    return arithmetic == PP_ROUNDED_BF16 || q_dtype == PP_BF16 ? 1 : q_dtype == PP_F16 ? 2 : PP_MOST_PARTS;
+}
+
+static tile_call begin_call(const pp_chunk *chunk, int32_t kv_head) {
+    const pp_kv_layout *layout = &chunk->pool->layout;
+    tile_call call = {
+        .head_dim = layout->head_dim,
+        .v_head_dim = layout->v_head_dim,
+        .steps = (layout->head_dim + 31) / 32,
+        .v_squares = (layout->v_head_dim + 31) / 32,
+        .q_parts = query_parts(chunk->arithmetic, chunk->q_dtype),
+        .p_parts = chunk->arithmetic == PP_ROUNDED_BF16 ? 1 : 2,
+        .keeps_weights = chunk->block_sums != NULL,
+        .factor = 1.0f,
+        .tile = {.scale = pp_in_base_2(chunk->sm_scale),
+                 .cap = pp_in_base_2(chunk->logits_soft_cap),
+                 .alibi_slopes = chunk->alibi_slopes ? chunk->alibi_slopes + kv_head * chunk->group_size : NULL,
+                 .group_size = chunk->group_size}};
+    /* The highest of scores times a factor is the highest score's only where the factor is above 0. */
+    call.bends = call.tile.cap != 0.0f || call.tile.alibi_slopes || !(call.tile.scale > 0.0f);
+    if (!call.bends) call.factor = call.tile.scale;
+    if (call.tile.cap != 0.0f) call.tile.inverse_cap = 1.0f / call.tile.cap;
+    return call;
+}
+
+/* Where the queries of a part and of 32 dims are, [32 rows][32]. */
+PP_INLINE const tile_item *queries_at(const tile_call *call, const tile_item *q, int part, int step) {
+    return q + (part * call->steps + step) * PP_SQUARE;
+}
+
+/* Cuts the queries of the job's rows into parts at `to`; dims past the last one are zeros. */
+static void cut_queries(const tile_job *job, int32_t q_dtype, float *widened, tile_item *to) {
+    const tile_call *call = job->call;
+    const int64_t step = (int64_t)call->steps * PP_SQUARE;
+    for (int r = 0; r < job->rows; r++) {
+        const float *q = row_in_f32(q_dtype, job->row[r].q, widened, call->head_dim);
+        for (int i = 0; i < call->steps; i++) {
+            const int dims = call->head_dim - 32 * i < 32 ? call->head_dim - 32 * i : 32;
+            tile_item *at = to + i * PP_SQUARE + r * 32;
+            float some[32] = {0};
+            pp_v x[PP_TILE / PP_LANES];
+            memcpy(some, q + 32 * i, (size_t)dims * sizeof(float));
+            for (int j = 0; j < PP_TILE / PP_LANES; j++) x[j] = v_load(some + j * PP_LANES);
+            switch (call->q_parts) {
+            case 1: cut_into_parts(1, x, at, step); break;
+            case 2: cut_into_parts(2, x, at, step); break;
+            default: cut_into_parts(PP_MOST_PARTS, x, at, step); break;
+            }
+        }
+    }
+}
+
+/* Finds what the job's rows see of the chunk's tiles; tile 0 begins at job->begin. */
+static void look_at_squares(tile_job *job, int64_t chunk_end) {
+    const int64_t begin = job->begin;
+    int64_t low = INT64_MAX, high = 0, all_from = 0, all_to = chunk_end;
+    for (int r = 0; r < job->rows; r++) {
+        const pp_row *row = &job->row[r];
+        job->origin[r] = pp_position(row->view, 0);
+        if (r > 0 && row->query == row[-1].query && row->view == row[-1].view) continue;
+        const int64_t first = pp_first_seen(row->view, row->query), end = pp_end_seen(row->view, row->query);
+        const int64_t until = row->view->mask && row->view->mask_first < end ? row->view->mask_first : end;
+        if (first < low) low = first;
+        if (first > all_from) all_from = first;
+        if (end > high) high = end;
+        if (until < all_to) all_to = until;
+    }
+    if (high > chunk_end) high = chunk_end;
+    job->first = low > begin ? (int)(low - begin < PP_CHUNK ? (low - begin) / PP_TILE : PP_SQUARES) : 0;
+    job->end = high > begin ? (int)((high - begin + PP_TILE - 1) / PP_TILE) : 0;
+    job->whole_panel = 1;
+    for (int t = job->first; t < job->end; t++) {
+        const int64_t at = begin + t * PP_TILE;
+        job->whole[t] = at >= all_from && at + PP_TILE <= all_to;
+        if (job->whole[t]) continue;
+        job->whole_panel = 0;
+        for (int r = 0; r < job->rows; r++) {
+            const pp_row *row = &job->row[r];
+            job->seen[t][r] = r > 0 && row->query == row[-1].query && row->view == row[-1].view
+                                  ? job->seen[t][r - 1]
+                                  : pp_tile_seen(row->view, row->query, at) & pp_bits_between(0, chunk_end - at);
+        }
+    }
+}
+
+/* Whether the row sees something of the chunk. */
+static int sees_job(const tile_job *job, int r) {
+    for (int t = job->first; t < job->end; t++)
+        if (job->whole[t] || job->seen[t][r]) return 1;
+    return 0;
+}
+
+/* Scales the scores of a row and applies soft cap and slopes, if the call has any.  Tokens that the row does not see
+ * score -inf. */
+static __attribute__((noinline)) void bend_row(const tile_job *job, int r) {
+    const tile_call *call = job->call;
+    float *s = job->to->s + r * PP_SCORE_STEP;
+    if (call->bends) {
+        pp_tile tile = call->tile;
+        const pp_v scale = v_set1(tile.scale);
+        for (int t = job->first * PP_TILE; t < job->end * PP_TILE; t += PP_LANES)
+            v_store(s + t, v_mul(v_load(s + t), scale));
+        if (tile.cap != 0.0f) cap_scores(&tile, job->end - job->first, s + job->first * PP_TILE);
+        tile.row = job->row[r].row;
+        for (int t = job->first; tile.alibi_slopes && t < job->end; t++) {
+            tile.distance = job->begin + t * PP_TILE - job->origin[r];
+            add_slopes(&tile, 0, 1, s + t * PP_TILE);
+        }
+    }
+    for (int t = job->first; t < job->end; t++) {
+        const uint32_t seen = job->whole[t] ? ALL_SEEN : job->seen[t][r];
+        float *at = s + t * PP_TILE;
+        if (seen == ALL_SEEN) continue;
+        for (int i = 0; i < PP_TILE; i++) at[i] = seen >> i & 1 ? at[i] : -INFINITY;
+    }
+}
+
+/* State of the softmax of a job: the next item is tile `tile` of row `row`. */
+typedef struct tile_softmax {
+    const tile_job *job;
+    int row, tile;
+    float m;
+    pp_v sum[PP_GROUP / PP_LANES];
+} tile_softmax;
+
+/* Makes the scores of a tile weights, in PARTS parts. */
+PP_INLINE void weigh_tile(const int PARTS, tile_softmax *x, int t) {
+    const tile_job *job = x->job;
+    tile_item *p = job->to->p[0][t] + x->row * 32;
+    float *s = job->to->s + x->row * PP_SCORE_STEP + t * PP_TILE;
+    const pp_v factor = v_set1(job->call->factor), shift = v_set1(-x->m);
+    pp_v weights[PP_TILE / PP_LANES];
+    PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
+        weights[j] = v_exp2(v_fma(v_load(s + j * PP_LANES), factor, shift));
+    cut_into_parts(PARTS, weights, p, PP_SQUARES * PP_SQUARE);
+    /* Adds the rounded weights, as they are multiplied with V.  With the sum of the unrounded weights the error is up
+     * to twice as large if a few tokens have nearly all weight. */
+    PP_UNROLL for (int part = PARTS - 1; part >= 0; part--)
+        add_rounded_weights(p + part * PP_SQUARES * PP_SQUARE, x->sum);
+    if (job->call->keeps_weights) {
+        if (PARTS == 1)
+            for (int i = 0; i < PP_TILE; i++) s[i] = item_value(p[i]);
+        else
+            PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) v_store(s + j * PP_LANES, weights[j]);
+    }
+}
+
+/* Weighs the next `TILES` tiles of a row, or those that are left of it; the row's first ones after its shift. */
+PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
+    const tile_job *job = x->job;
+    const int r = x->row;
+    if (x->tile == job->first) {
+        const float *s = job->to->s + r * PP_SCORE_STEP;
+        if (job->call->bends || !job->whole_panel) bend_row(job, r);
+        pp_v highest = v_set1(-INFINITY);
+        for (int t = job->first * PP_TILE; t < job->end * PP_TILE; t += PP_LANES)
+            highest = v_max(v_load(s + t), highest); /* a NaN does not count */
+        const float m = v_highest(highest) * job->call->factor;
+        x->m = m > -FLT_MAX ? m : -FLT_MAX; /* -inf less -inf is NaN */
+        for (int j = 0; j < PP_GROUP / PP_LANES; j++) x->sum[j] = v_set1(0.0f);
+    }
+    const int end = x->tile + TILES < job->end ? x->tile + TILES : job->end;
+    for (int t = x->tile; t < end; t++) weigh_tile(PARTS, x, t);
+    x->tile = end;
+    if (end == job->end) {
+        job->to->m[r] = x->m;
+        job->to->total[r] = tree_sum(x->sum);
+        x->row++;
+        x->tile = job->first;
+    }
+}
+
+/* The softmax of all rows, at once. */
+static __attribute__((noinline)) void softmax_of_job(const tile_job *job) {
+    tile_softmax x = {.job = job, .tile = job->first};
+    while (x.row < job->rows)
+        if (job->call->p_parts == 1)
+            softmax_item(1, PP_SQUARES, &x);
+        else
+            softmax_item(2, PP_SQUARES, &x);
+}
+
+/* The sign of a zero that products underflow to can depend on masked tokens: makes -0 a 0. */
+static void clear_zeros(const tile_job *job) {
+    const int64_t all = (int64_t)job->rows * job->call->v_squares * 32;
+    for (int64_t i = 0; i < all; i += PP_LANES) v_store(job->sums + i, v_add(v_load(job->sums + i), v_set1(0.0f)));
+}
+
+/* Merges the job's result into what the chunks before it left of its rows. */
+static void merge_job(const tile_job *job, pp_running *running, float *rows, int64_t row_stride) {
+    const int64_t width = row_stride - PP_GROUP, sums_step = job->call->v_squares * 32;
+    clear_zeros(job);
+    for (int r = 0; r < job->rows; r++) {
+        const float *sums = job->sums + r * sums_step, total = job->to->total[r], m = job->to->m[r];
+        float *row = rows + r * row_stride;
+        if (!job->whole_panel && !sees_job(job, r)) continue;
+        if (!running[r].some) {
+            running[r] = (pp_running){.m = m, .total = total, .some = 1};
+            memcpy(row, sums, (size_t)width * sizeof(float));
+            continue;
+        }
+        merged_row merged = {.total = v_set1(running[r].total), .m = running[r].m, .sum = row};
+        merge_record(&merged, row, sums, total, m, width);
+        running[r].m = merged.m;
+        running[r].total = v_first(merged.total);
+    }
+}
+
+/* Leaves the job's result in the records of its rows. */
+static void record_job(const tile_job *job, int64_t row_stride) {
+    const int64_t width = row_stride - PP_GROUP, sums_step = job->call->v_squares * 32;
+    if (job->first < job->end) clear_zeros(job);
+    for (int r = 0; r < job->rows; r++) {
+        const pp_row *row = &job->row[r];
+        const int sees = job->first < job->end && sees_job(job, r);
+        if (row->seen) *row->seen = sees ? 1.0f : 0.0f;
+        if (!sees) continue;
+        memcpy(row->sums, job->sums + r * sums_step, (size_t)width * sizeof(float));
+        row->sums[width] = job->to->total[r];
+        *row->m = job->to->m[r];
+    }
+}
+
+/* The rows of a block of query tokens from `first` on. */
+static void list_job_rows(const pp_query_block *work, int32_t first, tile_job *job) {
+    const int32_t group_size = work->chunk.group_size;
+    const int32_t all = (work->query_end - work->query_begin) * group_size;
+    job->rows = all - first < PP_ROWS ? all - first : PP_ROWS;
+    for (int r = 0; r < job->rows; r++) {
+        const int32_t row = work->query_begin * group_size + first + r, query = row / group_size;
+        const int64_t head = (int64_t)work->kv_head * group_size + row % group_size;
+        job->row[r] = (pp_row){.view = &work->chunk.view,
+                               .query = query,
+                               .row = row,
+                               .q = pp_query_at(&work->queries, query, head)};
+    }
+}
+
+/* The rows of one head in a chunk from row `row` of all on, up to `to`; their queries are rows of f32. */
+static void list_chunk_rows(const pp_chunk *work, int32_t head, int32_t row, int32_t to, tile_job *job) {
+    const int32_t head_rows = work->group_size * work->view.num_queries;
+    job->rows = to - row < PP_ROWS ? to - row : PP_ROWS;
+    for (int r = 0; r < job->rows; r++) {
+        const int32_t at = row + r, of_head = at - head * head_rows;
+        job->row[r] = (pp_row){.view = &work->view,
+                               .query = of_head / work->group_size,
+                               .row = of_head,
+                               .q = work->q + (int64_t)at * work->pool->layout.head_dim,
+                               .sums = work->rows + at * work->row_stride,
+                               .m = work->m + at,
+                               .seen = work->seen ? work->seen + at : NULL};
+    }
+}
+
+/* Returns 1 if some bf16 number in `bytes` bytes is a NaN or an infinity. */
+static int some_not_finite(const unsigned char *words, int64_t bytes) {
+    uint32_t found = 0;
+    for (int64_t i = 0; i < bytes; i += 4) {
+        uint32_t word;
+        memcpy(&word, words + i, sizeof word);
+        found |= ((word & 0x7f80u) == 0x7f80u) | ((word & 0x7f800000u) == 0x7f800000u);
+    }
+    return found != 0;
+}
+
+/* Copies 32 tokens x 32 dims of V, from dim 32 d on, from two groups of a tiled page.  The copy has a row for each of
+ * 16 pairs of tokens, `row_bytes` apart.  Dims 16 to 31 of a row are `half_bytes` after dims 0 to 15.  Dims past the
+ * last one and tokens that are not `seen` become zeros. */
+static void copy_v(int v_head_dim, int d, const unsigned char *const *groups, uint32_t seen, unsigned char *to,
+                   int64_t row_bytes, int64_t half_bytes) {
+    const int run = 32 * d / PP_V_RUN * PP_V_RUN, left = v_head_dim - run, width = left < PP_V_RUN ? left : PP_V_RUN;
+    const int dims = v_head_dim - 32 * d < 32 ? v_head_dim - 32 * d : 32;
+    for (int pair = 0; pair < 16; pair++, to += row_bytes) {
+        const unsigned char *from =
+            groups[pair / 8] + (int64_t)run * PP_GROUP * 2 + (pair % 8 * width + 32 * d % PP_V_RUN) * 4;
+        const uint32_t both = seen >> (2 * pair) & 3, keep = (both & 1 ? 0xffffu : 0) | (both & 2 ? 0xffff0000u : 0);
+        uint32_t words[32];
+        if (dims < 32) memset(words, 0, sizeof words);
+        if (dims == 32) /* of a known size: no call */
+            memcpy(words, from, sizeof words);
+        else
+            memcpy(words, from, (size_t)dims * 4);
+        for (int i = 0; i < 32; i++) words[i] &= keep;
+        memcpy(to, words, 64);
+        memcpy(to + half_bytes, words + 16, 64);
+    }
+}
