@@ -1,11 +1,14 @@
-"""NixlTransfer: between processes and machines by NIXL. Needs the extra `transfer` (nixl, nixl-cu12)."""
+"""NixlTransfer: between processes and machines by NIXL. Needs the extra `transfer` (nixl-cu12)."""
 
 from __future__ import annotations
 
+import logging.config
 import warnings
 from collections.abc import Iterable
 from hashlib import sha256
 from importlib import import_module
+from importlib.util import find_spec
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -17,13 +20,62 @@ from pagepool.transfer.tickets import Lease, PeerDescription
 
 __all__ = ["NixlTransfer"]
 
+# NIXL's own module `nixl` chooses one of these by torch's version, and fails if another one is installed. Memory of the
+# CPU needs neither a GPU nor CUDA, so that each of them will do.
+BACKENDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+# Microseconds that the thread which serves reads sleeps while nothing comes; a request wakes it up. NIXL's Python sets
+# 0, with which an idle thread takes a core.
+IDLE_PAUSE = 500
 DIGEST_BYTES = 32  # before NIXL's metadata: their SHA-256
+
+
+_loading = Lock()  # guards what is replaced in other modules for the duration of an import or of a call
+
+
+def load_nixl() -> tuple[Any, Any]:
+    """Return NIXL's modules `_api` and `_bindings`. Raises `ImportError` if NIXL is not installed.
+
+    NIXL configures its loggers by `logging.config.dictConfig` when it is imported, which closes every handler of the
+    process: that call is left out. NIXL's messages go to the root logger, from the level WARNING on.
+    """
+    name = next((name for name in BACKENDS if find_spec(name) is not None), None)
+    if name is None:
+        raise ImportError(f"NIXL is not installed: there is none of {', '.join(BACKENDS)}; pip install nixl-cu12")
+    with _loading:
+        configure, raises = logging.config.dictConfig, logging.raiseExceptions
+        logging.config.dictConfig = _leave_handlers  # type: ignore[assignment]
+        try:
+            return import_module(f"{name}._api"), import_module(f"{name}._bindings")
+        finally:
+            logging.config.dictConfig, logging.raiseExceptions = configure, raises
+
+
+def _leave_handlers(config: object) -> None:
+    """Takes the place of `logging.config.dictConfig` and leaves all handlers as they are."""
+
+
+def _new_agent(name: str, serves: bool) -> Any:
+    """A `nixl_agent` whose thread sleeps while it is idle."""
+    api, bindings = load_nixl()
+    base = bindings.nixlAgentConfig
+
+    class Config(base):  # type: ignore[misc, valid-type]
+        def __setattr__(self, key: str, value: object) -> None:
+            super().__setattr__(key, IDLE_PAUSE if key == "pthrDelay" else value)
+
+    with _loading:
+        bindings.nixlAgentConfig = Config
+        try:
+            return api.nixl_agent(name, api.nixl_agent_config(serves, backends=["UCX"]))
+        finally:
+            bindings.nixlAgentConfig = base
 
 
 class NixlTransfer(Transfer):
     """A `Transfer` by NIXL: the kernel copies on one machine; between machines RDMA, or TCP where there is none.
 
-    It needs no GPU and no torch. Raises `ImportError` when nixl is not installed.
+    It needs no GPU and no torch, and not NIXL's package `nixl`: one of its backends, such as nixl-cu12, will do. Raises
+    `ImportError` without one.
 
     Parameters
     ----------
@@ -33,8 +85,7 @@ class NixlTransfer(Transfer):
         As in `Transfer`.
     serves
         Whether peers read from it. NIXL then has a thread of its own, which wants most of a core while pages move
-        and some at other times. Without, bytes come while `poll` is called, and with few cores nearly twice as
-        fast.
+        over TCP and sleeps while nothing comes. Without, bytes come while `poll` is called.
     """
 
     transport = "nixl"
@@ -42,11 +93,11 @@ class NixlTransfer(Transfer):
     def __init__(self, name: str | None = None, timeout: float = 30.0, *, serves: bool = True) -> None:
         super().__init__(name, timeout)
         self.serves = serves
-        nixl = import_module("nixl._api")
-        kinds = vars(import_module("nixl._bindings")).values()
+        _, bindings = load_nixl()
+        kinds = vars(bindings).values()
         # NIXL's exceptions have no base of their own.
         self._errors = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
-        self._agent: Any = nixl.nixl_agent(self.name, nixl.nixl_agent_config(serves, backends=["UCX"]))
+        self._agent: Any = _new_agent(self.name, serves)
 
     def offer(self, blocks: Iterable[int], names: Iterable[bytes] = (), seconds: float = 60.0) -> Lease:
         """As `Transfer.offer`. Raises `ValueError` without `serves`."""

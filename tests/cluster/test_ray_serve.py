@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,11 @@ from ray_cluster import MARKS, MODEL
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # pydantic's warning, caused by Ray
-    for name in ("ray.serve", "nixl", "torch", "transformers", "starlette", "httpx", "openai"):
+    for name in ("ray.serve", "torch", "transformers", "starlette", "httpx", "openai"):
         pytest.importorskip(name, reason=f"{name} is not installed: make test-ray")
+
+if find_spec("nixl_cu12") is None:
+    pytest.skip("nixl-cu12 is not installed: make test-ray", allow_module_level=True)
 
 import httpx
 import openai
@@ -53,15 +57,15 @@ def parent_of(pid):
         return int(file.read().rpartition(")")[2].split()[1])
 
 
-def proxy_of(pid):
-    """Return the pid of Serve's proxy, a sibling of the worker's process."""
+def process_of_serve(name, pid):
+    """Serve's proxy or controller: the process has this name, and the same parent as that of a worker."""
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            if parent_of(place.name) == parent_of(pid) and b"ProxyActor" in (place / "cmdline").read_bytes():
+            if parent_of(place.name) == parent_of(pid) and name in (place / "cmdline").read_bytes():
                 return int(place.name)
         except OSError:  # the process ended meanwhile
             continue
-    raise AssertionError("no proxy process found")
+    raise AssertionError(f"there is no {name}")
 
 
 def wait_until(condition, seconds=SECONDS):
@@ -203,19 +207,43 @@ def test_a_stream_that_its_client_leaves_is_cancelled_at_the_worker(served):
     assert served.stats()["ended"]["abort"] == ended + 1
 
 
+def test_serve_s_controller_that_is_killed_costs_no_request_and_no_worker(served):
+    sides = {kind: served.side(kind) for kind in ("decode", "prefill")}
+    front_end = served.handle.pid.remote().result(timeout_s=SECONDS)
+    controller = process_of_serve(b"ServeController", front_end)
+    burst = Burst()
+    burst.wait_for_share(0.1)
+    os.kill(controller, signal.SIGKILL)
+    burst.join()
+    assert burst.ends == ["data: [DONE]"] * len(PROMPTS)
+    wait_until(lambda: controller_of(front_end) not in (None, controller))
+    time.sleep(10)  # in which a new controller that could not ask its replicas would have stopped them
+    assert {kind: served.side(kind) for kind in sides} == sides
+    assert stream(0, []) == "data: [DONE]"
+
+
+def controller_of(pid):
+    try:
+        return process_of_serve(b"ServeController", pid)
+    except AssertionError:  # it is being started
+        return None
+
+
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, kind):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, number, kind):
     before = served.side(kind)
     victim = sorted(before)[0]
     pid = served.ask(kind, "pid", victim)
     burst = Burst()
     burst.wait_for_share(0.3 if kind == "decode" else 0.004)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     burst.join()
     assert burst.ends == ["data: [DONE]"] * len(PROMPTS)
-    for number, tokens in enumerate(burst.tokens):
+    for prompt, tokens in enumerate(burst.tokens):
         assert len(tokens) == NEW
-        served.check(number, tokens)
+        served.check(prompt, tokens)
+    assert not os.path.exists(f"/proc/{pid}")
     wait_until(lambda: len(served.side(kind) - {victim}) == len(before))  # Ray has started a new one
 
 
@@ -233,7 +261,7 @@ def test_a_request_id_is_answered_again_and_not_computed_again(served):
 @pytest.mark.parametrize("what", ["front_end", "proxy"])
 def test_a_front_end_that_is_killed_ends_its_connections_and_a_retry_is_answered_once(served, what):
     front_end = served.handle.pid.remote().result(timeout_s=SECONDS)
-    pid = proxy_of(front_end) if what == "proxy" else front_end
+    pid = process_of_serve(b"ProxyActor", front_end) if what == "proxy" else front_end
     burst = Burst()
     burst.wait_for_share(0.1)
     os.kill(pid, signal.SIGKILL)

@@ -4,12 +4,15 @@ Every test runs with a reader that also serves and with one that only reads. `ma
 environment.
 """
 
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from refusals import refuses
-from transfer_source import SourceProcess, content, need, race, words_of
+from transfer_source import SourceProcess, content, need_nixl, race, words_of
 
 from pagepool import KvCachePool, KvLayout
 from pagepool.transfer import TransferError
@@ -24,7 +27,7 @@ READS = 10_000
 @pytest.fixture(params=READERS)
 def options(request):
     """Return the options of the reader."""
-    need("nixl")
+    need_nixl()
     return READERS[request.param]
 
 
@@ -244,3 +247,45 @@ def test_a_read_only_peer_offers_nothing(options, pool, reader):
         reader.withdraw(reader.offer([block]))
     assert pool.allocator.ref_count(block) == 1
     pool.allocator.free([block])
+
+
+# As Serve logs: a handler in memory that is emptied into a file.
+LOGGED = """
+import logging.handlers, sys
+target = logging.FileHandler(sys.argv[1])
+handler = logging.handlers.MemoryHandler(1, target=target)
+logging.getLogger("serve").addHandler(handler)
+from pagepool.transfer.nixl import NixlTransfer
+with NixlTransfer("one"):
+    for number in range(100):
+        logging.getLogger("serve").warning("record %d", number)
+    assert handler.target is target and not handler.buffer, (handler.target, len(handler.buffer))
+"""
+
+
+def test_the_handlers_of_the_process_stay_when_nixl_is_imported(tmp_path):
+    need_nixl()
+    log = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", LOGGED, str(log)], check=True, timeout=120)
+    assert len(log.read_text().splitlines()) == 100
+
+
+def voluntary_switches():
+    """How often each thread of this process has gone to sleep."""
+    found = {}
+    for place in Path("/proc/self/task").iterdir():
+        lines = (place / "status").read_text().splitlines()
+        found[place.name] = int(next(line for line in lines if line.startswith("voluntary")).split()[1])
+    return found
+
+
+def test_the_thread_that_serves_sleeps_while_nothing_comes(pool):
+    need_nixl()
+    before = voluntary_switches()
+    with NixlTransfer("idle") as transfer:
+        transfer.register(pool)
+        begun = voluntary_switches()
+        time.sleep(1)
+        slept = {thread: count - begun[thread] for thread, count in voluntary_switches().items() if thread in begun}
+    new = [count for thread, count in slept.items() if thread not in before]
+    assert new and max(new) >= 20, f"threads of NIXL slept so often in a second: {new}"

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import time
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,13 @@ import pytest
 from pagepool import KvCachePool
 from pagepool.memory.generations import BlockGenerations
 from pagepool.transfer import protocol
-from pagepool.transfer.nixl import NixlTransfer
+from pagepool.transfer.nixl import NixlTransfer, load_nixl
 
 
-def need(package):
-    """Skip a test if a package cannot be imported, with the reason: the package or one of its libraries is missing."""
+def need_nixl():
+    """Skips a test where NIXL cannot be imported, and says why: it is missing, or a library that it needs is."""
     try:
-        import_module(package)
+        load_nixl()
     except ImportError as error:
         pytest.skip(f"needs the environment of make test-transfer: {error}")
 

@@ -17,7 +17,9 @@ MAX_WORKERS = 64  # of a side
 MANY = 10_000  # calls of one replica at a time: the engine's scheduler decides who waits
 # Serve gives a process up that has not answered three times.
 HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
-LIFE = {"max_constructor_retry_count": 2, "graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
+# Serve's own limit of failed starts stays, 20: with a small one, replicas that fail while a new controller takes over
+# are never started again.
+LIFE = {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
 
 
 def serve(
@@ -82,7 +84,7 @@ def serve(
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray, ray_serve, config = import_module("ray"), import_module("ray.serve"), import_module("ray.serve.config")
     if prefill:
-        import_module("nixl")
+        import_module("pagepool.transfer.nixl").load_nixl()
     parts = import_module("pagepool.cluster.ray.deployments")
     starts = not ray.is_initialized()
     if starts:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncGenerator
 from concurrent.futures import CancelledError
+from ctypes import CDLL, c_int, c_void_p
 from importlib import import_module
 from threading import Event, Thread
 from typing import Any
@@ -23,6 +25,18 @@ TRANSFER_SECONDS = 5.0
 PREFIX_EVENTS = 65_536
 
 
+def die_of_sigterm() -> None:
+    """Let SIGTERM end this process at once, as SIGKILL does.
+
+    Ray's own handler lets the process go on for half a minute, in which it answers no call and still tells its news. A
+    process that is gone is noticed within a second, and its requests go on elsewhere. Python sets signals only in the
+    main thread, which is Ray's.
+    """
+    libc = CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (c_int, c_void_p), c_void_p
+    libc.signal(signal.SIGTERM, None)  # SIG_DFL
+
+
 class WorkerReplica:
     """A `Worker` in a process of its own, which tells the front end its news.
 
@@ -35,6 +49,7 @@ class WorkerReplica:
         from pagepool.engine.tokenizing import stop_token_ids_of
         from pagepool.integrations.transformers.pretrained import load_pretrained, weights_digest
 
+        die_of_sigterm()
         if options["threads"] is not None:
             import_module("torch").set_num_threads(options["threads"])
             os.environ["PAGEPOOL_NUM_THREADS"] = str(options["threads"])
@@ -143,6 +158,7 @@ class FrontEndReplica:
 
         from pagepool.cluster.front_end import FrontEnd
 
+        die_of_sigterm()
         limits = await workers.limits.remote(None)
         tokenizer = AutoTokenizer.from_pretrained(options["model"], local_files_only=True)
         sides = [ReplicasOf(handle) for handle in (workers, prefill) if handle is not None]
