@@ -21,14 +21,15 @@ import weakref
 from collections import OrderedDict
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from sys import getsizeof
 from threading import Lock
 from time import monotonic, time_ns
 from typing import Any
 
 import numpy as np
 
-from pagepool._arguments import integer
-from pagepool.cluster.messages import Begun, Call, Ended, Limits, News, Offer, Workers
+from pagepool._arguments import integer, real
+from pagepool.cluster.messages import Begun, Call, Ended, Limits, News, Offer, Waiting, WorkerLost, Workers
 from pagepool.cluster.router import Choice, Router
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
@@ -37,9 +38,13 @@ from pagepool.errors import EngineClosed, PoolError, RequestRejected
 __all__ = ["FrontEnd"]
 
 MAX_WORKERS = 256  # that a router knows on one side; lost ones stay for SILENCE
-MAX_RECORD_TOKENS = 2_000_000  # of prompts and answers in the records: about 100 bytes each
+MAX_RECORD_BYTES = 256 << 20  # of prompts and answers in the records
+PROMPT_TOKEN_BYTES = 40  # of a token in a prompt: a Python integer and a place in a list
+LOGPROB_BYTES = 100  # of a likely token: two numbers and an entry of a dict
+RECORD_TOKEN_BYTES = 200  # of a token in an answer, without its text and its logprobs
 NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
 PREFILL_SILENCE = 3.0  # seconds without news of any prefill worker until prompts no longer wait for one
+AVOIDED = 30.0  # seconds for which a worker without progress gets no new requests
 SILENCE = 30.0  # seconds without news until a worker is forgotten
 COUNTS = ("moved_tokens", "lost_workers", "repeated_requests")
 
@@ -52,6 +57,7 @@ class _Side:
     router: Router
     heard: dict[str, float] = field(default_factory=dict)  # time of the last news of each
     stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # the counters in these news
+    avoided: dict[str, float] = field(default_factory=dict)  # workers without progress: until when they are avoided
 
 
 @dataclass(eq=False)
@@ -70,14 +76,20 @@ class _Run:
     task: Any = None  # the concurrent future of `_follow`
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of prompt and answer."""
-        return len(self.request.prompt) + len(self.tokens)
+    def num_bytes(self) -> int:
+        """About the bytes that a record of the request takes."""
+        tokens = sum(getsizeof(token.text) + LOGPROB_BYTES * len(token.top_logprobs) for token in self.tokens)
+        return PROMPT_TOKEN_BYTES * len(self.request.prompt) + RECORD_TOKEN_BYTES * len(self.tokens) + tokens
 
     @property
     def max_new_tokens(self) -> int:
         """The most tokens of the answer."""
         return int(self.request.params.max_new_tokens or 0)
+
+    @property
+    def key(self) -> Any:
+        """What it is known by: tenants cannot see the ids of others. None without a `request_id`."""
+        return None if self.request_id is None else (self.options["tenant"], self.request_id)
 
     @property
     def asks_for(self) -> Any:
@@ -113,6 +125,11 @@ class FrontEnd(Intake):
         Number of workers that a request may lose before it fails.
     max_records : int
         Number of finished requests whose answer is repeated for the same `request_id`.
+    max_silence : float
+        Seconds without any message of a worker until another one continues its request. A worker that is alive says
+        so each second.
+    max_wait : float
+        Seconds without any worker until a request fails with `EngineClosed`, as status 503.
 
     Examples
     --------
@@ -142,6 +159,8 @@ class FrontEnd(Intake):
         loop: asyncio.AbstractEventLoop,
         max_attempts: int = 4,
         max_records: int = 1024,
+        max_silence: float = 5.0,
+        max_wait: float = 10.0,
     ) -> None:
         super().__init__(
             tokenizer,
@@ -154,6 +173,8 @@ class FrontEnd(Intake):
         self.limits = limits
         self.max_attempts = integer("max_attempts", max_attempts, 1)
         self.max_records = integer("max_records", max_records, 0)
+        self.max_silence = real("max_silence", max_silence, 0.0)
+        self.max_wait = real("max_wait", max_wait, 0.0)
         self.epoch = time_ns()
         self._sides = {"decode": _Side(workers, Router(limits.block_size, MAX_WORKERS))}
         if prefill is not None:
@@ -161,9 +182,9 @@ class FrontEnd(Intake):
         self._loop = loop
         self._lock = Lock()  # guards what follows
         self._active: set[_Run] = set()
-        self._running: dict[int | str, _Run] = {}  # by request_id
-        self._records: OrderedDict[int | str, _Run] = OrderedDict()  # finished requests, by request_id
-        self._record_tokens = 0  # sum of their num_tokens
+        self._running: dict[Any, _Run] = {}  # by their `key`
+        self._records: OrderedDict[Any, _Run] = OrderedDict()  # finished requests, by their `key`
+        self._record_bytes = 0  # sum of their num_bytes
         self._background: set[Any] = set()
 
     # As an engine.
@@ -179,15 +200,10 @@ class FrontEnd(Intake):
         run = _Run(request_id, request, options)
         with self._lock:
             known = None
-            if request_id is not None:
-                known = self._running.get(request_id) or self._records.get(request_id)
+            if run.key is not None:
+                known = self._running.get(run.key) or self._records.get(run.key)
             if known is not None and known.asks_for != run.asks_for:
-                before = known.request
-                raise RequestRejected(
-                    f"request_id {request_id!r} was another request, with {len(before.prompt)} tokens of prompt and up "
-                    f"to {before.params.max_new_tokens} new ones; this one has {len(request.prompt)} and "
-                    f"{request.params.max_new_tokens}"
-                )
+                raise RequestRejected(f"request_id {request_id!r} was another request: give each request its own id")
             if known is not None:
                 self._counts["repeated_requests"] += 1
                 return self._join(known)
@@ -195,8 +211,8 @@ class FrontEnd(Intake):
                 raise EngineClosed("the cluster takes no more requests")
             run.task = asyncio.run_coroutine_threadsafe(self._follow(run), self._loop)
             self._active.add(run)
-            if request_id is not None:
-                self._running[request_id] = run
+            if run.key is not None:
+                self._running[run.key] = run
             self._counts["prompt_tokens"] += len(request.prompt)
             return self._join(run)
 
@@ -275,13 +291,13 @@ class FrontEnd(Intake):
 
     async def _generate(self, run: _Run) -> str:
         """Have a request done by one worker after another; returns its finish_reason."""
-        lost = 0
+        lost, failed = 0, set[str]()
         while True:
             is_prefill = not run.tokens and self._can_prefill(run)
             side = self._sides["prefill" if is_prefill else "decode"]
             tokens = run.request.prompt + [token.token_id for token in run.tokens]
             movable = 0 if run.offer is None else len(run.offer.ticket.blocks) * self.limits.block_size
-            choice = await self._choose(side, tokens, run.options["cache_salt"], movable)
+            choice = await self._choose(side, tokens, run.options["cache_salt"], movable, failed)
             most = 1 if is_prefill else run.max_new_tokens - len(run.tokens)
             params = replace(run.request.params, max_new_tokens=most, stop=())
             call = Call(tokens, len(run.tokens), params, run.options, run.offer, is_prefill, self.epoch)
@@ -291,9 +307,8 @@ class FrontEnd(Intake):
                 raise
             except Exception as error:
                 lost += 1
-                self._forget(side, choice.worker)
-                with self._lock:
-                    self._counts["lost_workers"] += 1
+                self._failed(side, choice.worker, error)
+                failed.add(choice.worker)
                 if lost == self.max_attempts:
                     why = next(iter(str(error).splitlines()), type(error).__name__)
                     raise RuntimeError(f"{lost} workers were lost while they ran it, the last one: {why}") from error
@@ -305,7 +320,13 @@ class FrontEnd(Intake):
     async def _run_on(self, side: _Side, choice: Choice, call: Call, run: _Run) -> Ended:
         """One worker's part. Raises `WorkerFailed`, and anything else when the worker is lost."""
         async with aclosing(side.workers.generate(choice.worker, call)) as messages:
-            async for message in messages:
+            while True:
+                message = await asyncio.wait_for(anext(messages, None), self.max_silence)
+                if message is None:
+                    break
+                side.avoided.pop(choice.worker, None)
+                if isinstance(message, Waiting):
+                    continue
                 if isinstance(message, Begun):
                     self._begin(side, choice, call, message, run)
                 elif isinstance(message, Token):
@@ -344,16 +365,35 @@ class FrontEnd(Intake):
         with suppress(Exception):  # the worker is gone, or the offer expires
             await self._sides["prefill"].workers.release(offer.worker, offer.number)
 
-    async def _choose(self, side: _Side, tokens: list[int], cache_salt: Any, movable_tokens: int) -> Choice:
-        """The worker for a prompt; waits until there is one."""
+    def _failed(self, side: _Side, worker: str, error: BaseException) -> None:
+        """Note that a call has failed. A worker that is gone is forgotten, one without progress avoided for a time."""
+        if isinstance(error, WorkerLost):
+            self._forget(side, worker)
+            with self._lock:
+                self._counts["lost_workers"] += 1
+        elif isinstance(error, asyncio.TimeoutError):
+            side.avoided[worker] = monotonic() + AVOIDED
+
+    async def _choose(
+        self, side: _Side, tokens: list[int], cache_salt: Any, movable_tokens: int, failed: set[str]
+    ) -> Choice:
+        """The worker for a prompt; waits until there is one. Raises `EngineClosed` after `max_wait`.
+
+        failed  workers that have failed this request: others come before them
+        """
+        end = monotonic() + self.max_wait
         row = np.array(tokens, np.int32)
         move_cost = self._move_cost(side) if movable_tokens else 1.0
         while True:
             try:
+                now = monotonic()
+                avoided = {*failed, *(worker for worker, until in [*side.avoided.items()] if until > now)}
                 return side.router.choose(
-                    row, cache_salt=cache_salt, movable_tokens=movable_tokens, move_cost=move_cost
+                    row, cache_salt=cache_salt, movable_tokens=movable_tokens, move_cost=move_cost, avoid=avoided
                 )
-            except PoolError:
+            except PoolError as error:
+                if monotonic() >= end:
+                    raise EngineClosed(f"there was no worker for {self.max_wait:g} s: try again later") from error
                 await asyncio.sleep(NO_WORKER_PAUSE)
 
     def _move_cost(self, side: _Side) -> float:
@@ -380,6 +420,7 @@ class FrontEnd(Intake):
         with self._lock:
             side.heard.pop(worker, None)
             side.stats.pop(worker, None)
+            side.avoided.pop(worker, None)
         with suppress(KeyError):  # it is not known, or forgotten by another request
             side.router.remove_worker(worker)
 
@@ -407,19 +448,19 @@ class FrontEnd(Intake):
             name = self._forget_id(run)
             if name is not None and reason in ("stop", "length"):
                 self._records[name] = run
-                self._record_tokens += run.num_tokens
-                while len(self._records) > self.max_records or self._record_tokens > MAX_RECORD_TOKENS:
-                    self._record_tokens -= self._records.popitem(last=False)[1].num_tokens
+                self._record_bytes += run.num_bytes
+                while len(self._records) > self.max_records or self._record_bytes > MAX_RECORD_BYTES:
+                    self._record_bytes -= self._records.popitem(last=False)[1].num_bytes
             for generation in _living(run):
                 generation._end(reason, error)
             run.generations.clear()
 
-    def _forget_id(self, run: _Run) -> int | str | None:
-        """Let no more callers join a request. Return its id, or None if it has none or another request has it now."""
-        if run.request_id is None or self._running.get(run.request_id) is not run:
+    def _forget_id(self, run: _Run) -> Any:
+        """Let no more callers join a request. Return its key, or None if it has none or another request has it now."""
+        if run.key is None or self._running.get(run.key) is not run:
             return None
-        del self._running[run.request_id]
-        return run.request_id
+        del self._running[run.key]
+        return run.key
 
     # Callers that wait for a request.
 

@@ -10,7 +10,11 @@ from pagepool.engine.sampling import SamplingParams
 from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
 from pagepool.transfer import PeerDescription, Ticket
 
-__all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Workers"]
+__all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Waiting", "WorkerLost", "Workers"]
+
+
+class WorkerLost(Exception):
+    """The process of a worker is gone. A transport raises it, see `Workers`."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Comes first, and every second in which nothing else does: the process of the worker is alive."""
+
+
+@dataclass(frozen=True)
 class Begun:
     """Comes before the first token.
 
@@ -149,7 +158,10 @@ class Workers(Protocol):
     """How the front end reaches the workers of one side."""
 
     def generate(self, worker: str, call: Call) -> AsyncGenerator[Any, None]:
-        """The messages of `Worker.generate`: a `Begun`, tokens and an `Ended`. Any exception: the worker is lost."""
+        """Yield the messages of `Worker.generate`: a `Begun`, tokens and an `Ended`, with a `Waiting` between them.
+
+        Raises `WorkerLost` when the process of the worker is gone. Any other exception: only this call has failed.
+        """
 
     async def release(self, worker: str, number: int) -> None:
         """Calls `Worker.release`."""

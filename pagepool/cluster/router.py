@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -257,6 +257,7 @@ class Router:
         extra_keys: Iterable[Any] = (),
         movable_tokens: int = 0,
         move_cost: float = 1.0,
+        avoid: Collection[Hashable] = (),
     ) -> Choice:
         """Chooses the worker for a prompt, and counts the tokens that it has to compute as load of that worker.
 
@@ -272,6 +273,8 @@ class Router:
             So many tokens at the beginning can be moved from another worker instead of computed.
         move_cost
             Time to move one of them, divided by the time to compute a token.
+        avoid
+            Names of workers that are chosen only if there is no other one.
         """
         row = token_row(tokens)
         movable = min(integer("movable_tokens", movable_tokens, 0), max(0, len(row) - 1))
@@ -281,7 +284,7 @@ class Router:
             self._age()
             held = self._directories[0].prefix_lengths(names)
             lengths = self._with_expected(held, names)
-            best = self._best(lengths, len(row), movable, saved)
+            best = self._best(lengths, len(row), movable, saved, avoid)
             forecast = int(lengths[best]) * self.block_size
             computed = len(row) - max(forecast, movable if saved else 0)
             if 16 * held[best] < len(names):  # what it will soon hold: prompts that begin alike stay together meanwhile
@@ -373,7 +376,9 @@ class Router:
         self._heard[known.number] = self._clock()
         self._load[known.number], self._room[known.number] = load + sum(known.on_way), room
 
-    def _best(self, lengths: NDArray[np.int32], num_tokens: int, movable: int, saved: float) -> int:
+    def _best(
+        self, lengths: NDArray[np.int32], num_tokens: int, movable: int, saved: float, avoid: Collection[Hashable]
+    ) -> int:
         """The number of the worker that comes first. Raises `PoolError` when there is none.
 
         saved  share of the time to compute a token that is saved when the token is moved
@@ -383,6 +388,10 @@ class Router:
             left = (self._heard > NEVER).nonzero()[0]
         if not len(left):
             raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
+        avoided = {self._workers[name].number for name in avoid if name in self._workers}
+        left = np.array([number for number in left.tolist() if number not in avoided], np.int64) if avoided else left
+        if not len(left):
+            left = (self._heard > NEVER).nonzero()[0]
         load, cached = self._load[left], lengths[left] * np.int64(self.block_size)
         if self.rule == "cost":
             moved = np.maximum(0, movable - cached)

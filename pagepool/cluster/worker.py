@@ -10,7 +10,7 @@ from functools import partial
 from time import perf_counter, time_ns
 from typing import Any
 
-from pagepool.cluster.messages import Begun, Call, Ended, Limits, News
+from pagepool.cluster.messages import Begun, Call, Ended, Limits, News, Waiting
 from pagepool.cluster.pages import Fetched, PageMover
 from pagepool.engine import Engine
 from pagepool.engine.generation import Generation
@@ -21,6 +21,7 @@ from pagepool.transfer import Transfer
 
 __all__ = ["Worker"]
 
+WAITING_SECONDS = 1.0
 MAX_FETCHES = 16  # concurrent reads of pages
 
 
@@ -95,8 +96,30 @@ class Worker:
     async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
         """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.
 
-        Raises `EngineClosed` when the engine takes no more requests.
+        A `Waiting` comes first, and each second in which nothing else does. Raises `EngineClosed` when the engine takes
+        no more requests.
         """
+        messages = self._generate(call)
+        following: asyncio.Future[Any] | None = None
+        try:
+            yield Waiting()
+            while True:
+                if following is None:
+                    following = asyncio.ensure_future(anext(messages, None))
+                done, _ = await asyncio.wait([following], timeout=WAITING_SECONDS)
+                message = following.result() if done else Waiting()
+                if done:
+                    following = None
+                if message is None:
+                    return
+                yield message
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.wait([following])
+            await messages.aclose()
+
+    async def _generate(self, call: Call) -> AsyncGenerator[Any, None]:
         fetched, began = None, perf_counter()
         if call.offer is not None and self._pages is not None:
             salt = call.options.get("cache_salt")

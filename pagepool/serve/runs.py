@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from pagepool.engine.generation import Generation, Token
+from pagepool.errors import EngineClosed
 from pagepool.serve.protocol import Answer, RequestError, error_object
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Run:
             async for token in generation:
                 yield token
         except RuntimeError as error:
+            if isinstance(error.__cause__, EngineClosed):
+                raise RequestError(503, str(error.__cause__)) from error
             logger.error("the request %s failed", self._name, exc_info=error.__cause__)
             sentence = f"the generation failed: see request {self._name} in the server's log"
             raise RequestError(500, sentence) from error

@@ -43,7 +43,7 @@ def load_nixl() -> tuple[Any, Any]:
         raise ImportError(f"NIXL is not installed: there is none of {', '.join(BACKENDS)}; pip install nixl-cu12")
     with _loading:
         configure, raises = logging.config.dictConfig, logging.raiseExceptions
-        logging.config.dictConfig = _leave_handlers  # type: ignore[assignment]
+        logging.config.dictConfig = _leave_handlers
         try:
             return import_module(f"{name}._api"), import_module(f"{name}._bindings")
         finally:

@@ -12,13 +12,14 @@ from fake_runner import Bytes, FakeRunner
 from refusals import refuses
 
 from pagepool.cluster import front_end as front_end_module
+from pagepool.cluster import worker as worker_module
 from pagepool.cluster.front_end import FrontEnd
-from pagepool.cluster.messages import Ended, Limits
+from pagepool.cluster.messages import Ended, Limits, Waiting, WorkerLost
 from pagepool.cluster.ray import serve
 from pagepool.cluster.worker import Worker
 from pagepool.engine import Engine, SamplingParams
 from pagepool.engine.tokenizing import CONTEXT
-from pagepool.errors import RequestRejected
+from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.integrations.transformers.pretrained import ModelError
 from pagepool.transfer import LocalTransfer
 
@@ -33,8 +34,8 @@ def wait_until(condition):
         time.sleep(0.005)
 
 
-class Died(Exception):
-    """The error of the transport after a worker's process has died."""
+class Died(WorkerLost):
+    """What the transport raises when a worker's process is gone."""
 
 
 class Side:
@@ -58,7 +59,7 @@ class Side:
                     self.dead.add(name)
                     raise Died(name)
                 yield message
-                if left is not None:
+                if left is not None and not isinstance(message, Waiting):
                     left -= 1
         finally:
             await stream.aclose()
@@ -271,7 +272,7 @@ def test_an_id_is_computed_once_while_it_runs_and_after():
         assert first.result(SECONDS).finish_reason == "abort"
         assert answer(world.front_end.submit(PROMPT, SamplingParams(30), request_id="one")) == wanted
         assert world.front_end.stats()["repeated_requests"] == 2 and len(world.decode.calls) == 1
-        with refuses(RequestRejected, "request_id", "one", 40):
+        with refuses(RequestRejected, "request_id", "one"):
             world.front_end.submit(PROMPT, SamplingParams(31), request_id="one")
 
 
@@ -499,11 +500,91 @@ def test_a_tokenizer_that_fails_ends_one_request_and_loses_no_worker(monkeypatch
         assert world.front_end.stats()["lost_workers"] == 0 and len(world.front_end.stats()["workers"]) == 2
 
 
-def test_records_are_bounded_by_their_tokens(monkeypatch):
-    monkeypatch.setattr(front_end_module, "MAX_RECORD_TOKENS", 2 * (len(PROMPT) + 3))
+def test_records_are_bounded_by_their_bytes(monkeypatch):
+    """The record of a token with 20 logprobs takes about ten times as much as one without."""
     with cluster(1) as world:
-        for name in "abc":
-            world.front_end.submit(PROMPT, SamplingParams(3, stop_token_ids=()), request_id=name).result(SECONDS)
+        for name, logprobs in (("plain", None), ("large", 20)):
+            params = SamplingParams(30, stop_token_ids=(), logprobs=logprobs)
+            world.front_end.submit(PROMPT, params, request_id=name).result(SECONDS)
         wait_until(lambda: not world.front_end.num_requests)
-        assert len(world.front_end._records) <= 2 and "c" in world.front_end._records
-        assert world.front_end._record_tokens == sum(run.num_tokens for run in world.front_end._records.values())
+        plain, large = (world.front_end._records[None, name] for name in ("plain", "large"))
+        assert large.num_bytes > 5 * plain.num_bytes
+        assert world.front_end._record_bytes == plain.num_bytes + large.num_bytes
+        monkeypatch.setattr(front_end_module, "MAX_RECORD_BYTES", 2 * plain.num_bytes)
+        world.front_end.submit(PROMPT, SamplingParams(30, stop_token_ids=()), request_id="last").result(SECONDS)
+        wait_until(lambda: not world.front_end.num_requests)
+        assert list(world.front_end._records) == [(None, "last")]
+        assert world.front_end._record_bytes == world.front_end._records[None, "last"].num_bytes
+
+
+def test_a_used_request_id_of_another_client_reveals_nothing():
+    with cluster(1) as world:
+        submit = world.front_end.submit
+        submit(PROMPT, SamplingParams(30), request_id="one", tenant="first").result(SECONDS)
+        other = submit("other", SamplingParams(5), request_id="one", tenant="second")
+        assert answer(other) == alone("other", max_new_tokens=5)
+        with pytest.raises(RequestRejected) as caught:
+            submit("other", SamplingParams(5), request_id="one", tenant="first")
+        assert not any(digit in str(caught.value) for digit in "0123456789")
+
+
+def test_a_failed_call_forgets_no_worker_and_another_one_goes_on():
+    with cluster(2) as world:
+        generate, failed = world.decode.generate, []
+
+        async def fails_once(name, call):
+            if not failed:
+                failed.append(name)
+                raise OSError("the call was lost")
+            async for message in generate(name, call):
+                yield message
+
+        world.decode.generate = fails_once
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+        stats = world.front_end.stats()
+        assert stats["lost_workers"] == 0 and stats["routers"]["decode"]["snapshots"] == 2, "a worker was forgotten"
+        assert world.decode.calls[-1][0] != failed[0]
+
+
+@pytest.mark.parametrize("after", [0, 5])
+def test_a_worker_without_progress_loses_its_requests_and_gets_no_new_ones(after):
+    """It accepts calls and says nothing, from the beginning or after some tokens; its news still come."""
+    with cluster(2) as world:
+        world.new_front_end(max_silence=0.5)
+        generate, stuck = world.decode.generate, []
+
+        async def stops(name, call):
+            stuck[:] = stuck or [name]
+            left = after
+            async for message in generate(name, call):
+                if name == stuck[0] and left == 0:
+                    await asyncio.sleep(SECONDS)
+                yield message
+                left -= 1
+
+        world.decode.generate = stops
+        began = time.monotonic()
+        for number in range(6):
+            prompt = f"{PROMPT} {number}"
+            assert answer(world.front_end.submit(prompt, SamplingParams(9))) == alone(prompt, max_new_tokens=9)
+        assert time.monotonic() - began < SECONDS / 2
+        assert [name for name, _ in world.decode.calls].count(stuck[0]) == 1
+        assert world.front_end.stats()["lost_workers"] == 0
+
+
+def test_a_worker_that_computes_for_long_says_that_it_is_alive(monkeypatch):
+    monkeypatch.setattr(worker_module, "WAITING_SECONDS", 0.05)
+    with cluster(1, step_seconds=0.5) as world:
+        world.new_front_end(max_silence=0.3)
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(3))) == alone(PROMPT, max_new_tokens=3)
+        assert len(world.decode.calls) == 1
+
+
+def test_without_a_worker_a_request_fails_after_a_limit():
+    with cluster(1) as world:
+        with world.lock:
+            world.decode.dead.add("decode-0")
+        world.new_front_end(max_wait=0.2)
+        with pytest.raises(RuntimeError, match=r"there was no worker for 0.2 s") as caught:
+            list(world.front_end.submit(PROMPT, SamplingParams(3)))
+        assert isinstance(caught.value.__cause__, EngineClosed)

@@ -228,6 +228,14 @@ def test_prompts_that_share_one_block_use_all_workers(rule, used):
     assert len(set(chosen)) == used
 
 
+def test_avoided_workers_come_last():
+    router, workers, _ = router_of()
+    workers["a"].cache.touch([1, 2, 3, 4])
+    tell(router, workers["a"])
+    assert router.choose([1, 2, 3, 4, 5], avoid={"a", "unknown"}).worker in "bc"
+    assert router.choose([1, 2, 3, 4, 5], avoid="abc") == Same("a", 4)
+
+
 def test_a_choice_is_load_until_the_worker_reports():
     router, workers, _ = router_of()
     chosen = [router.choose([10 * number] * 5).worker for number in range(1, 7)]

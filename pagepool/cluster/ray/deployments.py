@@ -13,8 +13,9 @@ from threading import Event, Thread
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError
 
-from pagepool.cluster.messages import Call, Limits, News
+from pagepool.cluster.messages import Call, Limits, News, WorkerLost
 
 __all__ = ["APPLICATION", "FRONT_END", "FrontEndReplica", "WorkerReplica"]
 
@@ -135,6 +136,8 @@ class ReplicasOf:
         try:
             async for message in response:
                 yield message
+        except RayActorError as error:
+            raise WorkerLost(str(error)) from error
         finally:
             response.cancel()
 
