@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pagepool.engine.sampling import SamplingParams
-from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
+from pagepool.prefix.events import NameSnapshot, PrefixEvent, PrefixSnapshot
 from pagepool.transfer import PeerDescription, Ticket
 
 __all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Waiting", "WorkerLost", "Workers"]
@@ -148,7 +148,7 @@ class News:
     is_prefill: bool
     epoch: int
     events: list[PrefixEvent]
-    snapshot: PrefixSnapshot | None
+    snapshot: NameSnapshot | PrefixSnapshot | None
     load: int
     room: int
     stats: dict[str, Any] = field(default_factory=dict)

@@ -85,6 +85,7 @@ class PageMover:
         self._lock = Lock()  # a transfer is for one thread at a time
         self._changed = Condition()  # guards the beginnings of prompts that are being read
         self._fetching: set[Any] = set()
+        self._lost: dict[str, int] = {}  # by worker: how often a read found that it does not answer
         self._leases: dict[int, Lease] = {}
         self._last_lease = 0
         self._results: dict[int, ReadResult] = {}
@@ -139,7 +140,11 @@ class PageMover:
         row = list(tokens[: count * size])
         beginning = cache_salt, tuple(row[:size])
         with self._changed:
+            lost = self._lost.get(offer.worker, 0)
             self._changed.wait_for(lambda: beginning not in self._fetching)
+            if self._lost.get(offer.worker, 0) != lost:  # it did not answer the read that this one has waited for
+                found = min(self._cache.cached_tokens(row, cache_salt=cache_salt), len(row))
+                return Fetched(found, 0, f"worker {offer.worker!r} did not answer another read")
             self._fetching.add(beginning)
         try:
             return self._fetch(offer, row, count, cache_salt)
@@ -220,6 +225,8 @@ class PageMover:
                 self._poll()
                 result = self._results.pop(number, None)
                 if result is not None and self._transfer.is_lost(peer):
+                    with self._changed:
+                        self._lost[offer.worker] = self._lost.get(offer.worker, 0) + 1
                     self._forget(peer)  # it may be gone for good; a worker that offers again is met again
             if result is not None:
                 return result

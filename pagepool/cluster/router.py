@@ -16,7 +16,7 @@ from pagepool._arguments import integer, real, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import PoolError
 from pagepool.prefix.directory import PrefixDirectory
-from pagepool.prefix.events import PrefixEvent, PrefixSnapshot, check_snapshot, name_row
+from pagepool.prefix.events import NameSnapshot, PrefixEvent, PrefixSnapshot, check_snapshot, name_row
 from pagepool.prefix.keys import root_key, root_name
 from pagepool.prefix.radix_tree import token_row
 
@@ -197,6 +197,8 @@ class Router:
                     raise PoolError(
                         f"event {sequence} of worker {worker!r} was lost, here is {event.sequence}: restore a snapshot"
                     )
+                if type(event.name) is not bytes:
+                    raise wrong(f"the name of event {sequence}", "bytes", event.name)
                 if NAME_BYTES.get(event.kind) != len(event.name):
                     raise ValueError(f"event {sequence} is {event.kind!r} with a name of {len(event.name)} bytes")
             self._directories[0].reserve(len(fresh))
@@ -216,7 +218,7 @@ class Router:
         self,
         worker: Hashable,
         epoch: int,
-        snapshot: PrefixSnapshot,
+        snapshot: NameSnapshot | PrefixSnapshot,
         *,
         load: int,
         room: int,
@@ -226,18 +228,14 @@ class Router:
 
         A snapshot that is older than what is known changes nothing. Raises `PoolError` for one that was cut short.
         """
-        check_snapshot(snapshot)
+        following, names = _names_of(snapshot)
         reported = _reported(load, room, received)
-        names = [event.name for event in snapshot.stored]
-        odd = next((name for name in names if len(name) != NAME_BYTES["stored"]), None)
-        if odd is not None:
-            raise ValueError(f"a stored block has a name of {NAME_BYTES['stored']} bytes, not {len(odd)}")
         with self._lock:
             known = self._known(worker, integer("epoch", epoch))
-            if known is None or snapshot.next_sequence < known.next_sequence:
+            if known is None or following < known.next_sequence:
                 return
-            self._directories[0].replace(known.number, b"".join(names))
-            known.next_sequence = snapshot.next_sequence
+            self._directories[0].replace(known.number, names)
+            known.next_sequence = following
             self._counts["snapshots"] += 1
             self._hear(known, *reported)
 
@@ -442,3 +440,22 @@ class Router:
 def _reported(load: int, room: int, received: int | None) -> tuple[int, int, int | None]:
     count = None if received is None else integer("received", received, 0)
     return integer("load", load, 0, MAX_NUMBER), integer("room", room, 0, MAX_NUMBER), count
+
+
+def _names_of(snapshot: NameSnapshot | PrefixSnapshot) -> tuple[int, bytes]:
+    """The number of the first change after a snapshot, and the names of its blocks. Raises as `Router.restore`."""
+    size = NAME_BYTES["stored"]
+    if not isinstance(snapshot, NameSnapshot):
+        check_snapshot(snapshot)
+        rows = [event.name for event in snapshot.stored]
+        odd = next((name for name in rows if type(name) is not bytes or len(name) != size), None)
+        if odd is not None:
+            raise ValueError(f"a stored block has a name of {size} bytes, not {len(odd)} of {type(odd).__name__}")
+        return integer("next_sequence", snapshot.next_sequence, 1), b"".join(rows)
+    if type(snapshot.names) is not bytes:
+        raise wrong("the names of a snapshot", "bytes", snapshot.names)
+    if len(snapshot.names) != size * integer("num_blocks", snapshot.num_blocks, 0):
+        raise PoolError(
+            f"a snapshot of {snapshot.num_blocks} blocks has {len(snapshot.names)} bytes of names: it was cut short"
+        )
+    return integer("next_sequence", snapshot.next_sequence, 1), snapshot.names

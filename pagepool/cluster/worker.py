@@ -16,7 +16,7 @@ from pagepool.engine import Engine
 from pagepool.engine.generation import Generation
 from pagepool.engine.memory import pool_tokens
 from pagepool.errors import PoolError, RequestRejected
-from pagepool.prefix.events import PrefixSnapshot
+from pagepool.prefix.events import NameSnapshot
 from pagepool.transfer import Transfer
 
 __all__ = ["Worker"]
@@ -172,7 +172,7 @@ class Worker:
             self._pages.poll()
         snapshot = None
         if wants_snapshot:
-            snapshot = PrefixSnapshot(1, [], 0) if cache is None else cache.snapshot()
+            snapshot = NameSnapshot(1, b"", 0) if cache is None else cache.name_snapshot()
         events = cache.drain_events() if cache is not None and not wants_snapshot else []
         pool = engine.runner.pool
         room = 0 if pool is None else pool.allocator.available

@@ -2,9 +2,10 @@
 
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.checkpoints import StateCheckpoints
-from pagepool.prefix.events import PrefixEvent, PrefixSnapshot
+from pagepool.prefix.events import NameSnapshot, PrefixEvent, PrefixSnapshot
 
 __all__ = [
+    "NameSnapshot",
     "PrefixCache",
     "PrefixEvent",
     "PrefixSnapshot",

@@ -504,6 +504,11 @@ cdef class PrefixCache:
         cdef EventLog log = self.log()
         return self.atomically(lambda: log.snapshot())
 
+    def name_snapshot(self):
+        """Return a `NameSnapshot` of every cached block, for routers. O(nodes). Raises as `drain_events`."""
+        cdef EventLog log = self.log()
+        return self.atomically(lambda: log.name_snapshot())
+
     cdef EventLog log(self):
         if self.cached.log is None:
             raise ValueError("the cache notes no events: it was made with max_events=0")

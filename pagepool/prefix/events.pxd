@@ -32,3 +32,4 @@ cdef class EventLog:
     cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens)
     cdef list drain(self)
     cdef object snapshot(self)
+    cdef object name_snapshot(self)

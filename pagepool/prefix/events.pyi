@@ -1,6 +1,6 @@
 from typing import Any, NamedTuple, final
 
-__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "check_snapshot", "name_row", "prefix_names"]
+__all__ = ["EventLog", "NameSnapshot", "PrefixEvent", "PrefixSnapshot", "check_snapshot", "name_row", "prefix_names"]
 
 class PrefixEvent(NamedTuple):
     sequence: int
@@ -13,6 +13,11 @@ class PrefixEvent(NamedTuple):
 class PrefixSnapshot(NamedTuple):
     next_sequence: int
     stored: list[PrefixEvent]
+    num_blocks: int
+
+class NameSnapshot(NamedTuple):
+    next_sequence: int
+    names: bytes
     num_blocks: int
 
 def check_snapshot(snapshot: PrefixSnapshot) -> None: ...

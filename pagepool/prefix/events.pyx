@@ -1,7 +1,7 @@
 """Events of a prefix cache for other processes: one for each block stored or removed, and a snapshot of all."""
 
 cimport cython
-from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
@@ -14,7 +14,7 @@ from pagepool._arguments import wrong
 from pagepool.errors import PoolError
 from pagepool.prefix.radix_tree import token_row
 
-__all__ = ["EventLog", "PrefixEvent", "PrefixSnapshot", "check_snapshot", "name_row", "prefix_names"]
+__all__ = ["EventLog", "NameSnapshot", "PrefixEvent", "PrefixSnapshot", "check_snapshot", "name_row", "prefix_names"]
 
 cdef tuple KINDS = ("stored", "removed", "cleared")
 
@@ -63,6 +63,24 @@ class PrefixSnapshot(NamedTuple):
 
     next_sequence: int
     stored: list[PrefixEvent]
+    num_blocks: int
+
+
+class NameSnapshot(NamedTuple):
+    """The names of all cached blocks: what a router needs of a `PrefixSnapshot`, in 16 bytes a block.
+
+    Attributes
+    ----------
+    next_sequence
+        The number of the first change that it does not have.
+    names
+        16 bytes for each block, one behind the other.
+    num_blocks
+        How many blocks there are: `names` is shorter when it was cut short on its way.
+    """
+
+    next_sequence: int
+    names: bytes
     num_blocks: int
 
 
@@ -149,6 +167,22 @@ cdef class EventLog:
                 self.c_fill(&event, tokens, node)
                 stored.append(self.made(self.next - 1, &event, tokens))
         return new_tuple(PrefixSnapshot, (self.next, stored, len(stored)))
+
+    cdef object name_snapshot(self):
+        """The names of every cached block. Later events follow it."""
+        cdef int32_t node
+        cdef int64_t count = 0
+        cdef bytes names
+        cdef char *place
+        for node in range(self.tree.num_made):
+            count += self.tree.nodes[node].block >= 0
+        names = PyBytes_FromStringAndSize(NULL, 16 * count)
+        place = PyBytes_AS_STRING(names)
+        for node in range(self.tree.num_made):
+            if self.tree.nodes[node].block >= 0:
+                memcpy(place, self.tree.names + 2 * node, 16)
+                place += 16
+        return new_tuple(NameSnapshot, (self.next, names, count))
 
 
 def name_row(tokens, int block_size, bytes root not None):

@@ -349,5 +349,5 @@ class Cluster:
             try:
                 self.router.update(number, EPOCH, events, **state)
             except PoolError:  # the log of events was too short for a step
-                snapshot = self.workers[number].prefixes.snapshot()
+                snapshot = self.workers[number].prefixes.name_snapshot()
                 self.router.restore(number, EPOCH, snapshot, **state)

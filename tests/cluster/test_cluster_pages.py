@@ -119,6 +119,29 @@ def test_reallocated_pages_do_not_end_other_reads_from_the_same_worker(source, r
     assert reader.mover.fetch(good, other) == Fetched(0, 16, "")
 
 
+def test_prompts_that_begin_alike_do_not_queue_behind_a_stopped_source(source):
+    """Without a limit eight reads would take eight times the timeout, one after another."""
+
+    class Stopped(LocalTransfer):
+        def _check(self, request):
+            return False
+
+    reader = Place("reader", num_blocks=64)
+    reader.mover.close()
+    reader.mover = PageMover(Stopped("reader", timeout=2.0), reader.pool, reader.cache)
+    source.compute(TOKENS)
+    offer, fetched = source.mover.offer("source", TOKENS), []
+    threads = [Thread(target=lambda: fetched.append(reader.mover.fetch(offer, TOKENS))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [one.error for one in fetched]
+    assert sum("has not answered for 2 s" in error for error in errors) == 1
+    assert sum("did not answer another read" in error for error in errors) == 7
+    reader.close()
+
+
 def test_pages_of_another_prompt_are_refused(source, reader):
     """If an offer is paired with a wrong prompt, its pages are never cached for that prompt."""
     source.compute(TOKENS)
@@ -206,7 +229,7 @@ def test_a_worker_of_a_model_without_a_prefix_cache_moves_no_pages():
         with refuses(ValueError, "pages"):
             Worker(engine, "one", transfer=LocalTransfer("one"))
         worker = Worker(engine, "one")
-        assert worker.news(True).snapshot == (1, [], 0) and worker.news().events == []
+        assert worker.news(True).snapshot == (1, b"", 0) and worker.news().events == []
 
 
 def test_a_worker_of_a_model_with_windows_moves_no_pages():

@@ -411,6 +411,31 @@ def test_a_snapshot_cut_short_is_one_clear_error_and_leaves_nothing():
     router.check()
 
 
+def test_a_snapshot_of_names_is_as_good_as_one_of_events():
+    router, workers, _ = router_of()
+    worker = workers["a"]
+    worker.cache.touch([1, 2, 3, 4, 5, 6])
+    names = worker.cache.name_snapshot()
+    assert len(names.names) == 16 * names.num_blocks == 48
+    router.restore("a", 1, names, load=0, room=0)
+    assert router.forecast([1, 2, 3, 4, 5, 6, 7]) == {"a": 6} and router.stats()["blocks"] == 3
+    before = router.stats()
+    for odd, error in (
+        (names._replace(names=names.names[:32]), PoolError),
+        (names._replace(names="x" * 48), TypeError),
+        (names._replace(num_blocks=-3), ValueError),
+        (names._replace(next_sequence=None), TypeError),
+    ):
+        for worker_name in ("a", "new"):
+            with pytest.raises(error):
+                router.restore(worker_name, 1, odd, load=0, room=0)
+    assert router.stats() == before
+    worker.cache.touch([8, 9])
+    tell(router, worker)
+    assert router.forecast([8, 9, 0]) == {"a": 2}
+    router.check()
+
+
 def test_reports_add_up_to_the_error_of_the_forecast():
     router, workers, _ = router_of()
     workers["a"].cache.touch([1, 2, 3, 4])
@@ -484,6 +509,16 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
             lambda r: r.update("a", 1, [EVENT, EVENT._replace(sequence=2, name=b"")], load=0, room=0),
             ValueError,
             "event 2 is 'stored' with a name of 0 bytes",
+        ),
+        (
+            lambda r: r.update("a", 1, [EVENT, EVENT._replace(sequence=2, name="x" * 16)], load=0, room=0),
+            TypeError,
+            "the name of event 2 must be bytes, not str",
+        ),
+        (
+            lambda r: r.update("a", 1, [EVENT, EVENT._replace(sequence=2, kind="unknown")], load=0, room=0),
+            ValueError,
+            "event 2 is 'unknown' with a name of 16 bytes",
         ),
         (lambda r: r.restore("a", 1, [], load=0, room=0), TypeError, "snapshot must be a PrefixSnapshot, not list: []"),
         (lambda r: r.choose(["a"]), TypeError, "tokens must be integers, not <U1"),

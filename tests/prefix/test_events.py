@@ -126,6 +126,8 @@ def test_lost_events_are_noticed_and_a_snapshot_helps():
     events = cache.drain_events()
     follow(known, [event for event in events if event.sequence >= snapshot.next_sequence])
     assert known == state_of(cache) and events[-1].sequence == cache.snapshot().next_sequence - 1
+    whole, names = cache.snapshot(), cache.name_snapshot()
+    assert names == (whole.next_sequence, b"".join(event.name for event in whole.stored), whole.num_blocks)
 
 
 def test_a_snapshot_that_was_cut_short_is_refused():
