@@ -59,12 +59,11 @@ def _new_agent(name: str, serves: bool) -> Any:
     api, bindings = load_nixl()
     base = bindings.nixlAgentConfig
 
-    class Config(base):  # type: ignore[misc, valid-type]
-        def __setattr__(self, key: str, value: object) -> None:
-            super().__setattr__(key, IDLE_PAUSE if key == "pthrDelay" else value)
+    def set_field(config: Any, name: str, value: object) -> None:
+        base.__setattr__(config, name, IDLE_PAUSE if name == "pthrDelay" else value)
 
     with _loading:
-        bindings.nixlAgentConfig = Config
+        bindings.nixlAgentConfig = type("Config", (base,), {"__setattr__": set_field})
         try:
             return api.nixl_agent(name, api.nixl_agent_config(serves, backends=["UCX"]))
         finally:
