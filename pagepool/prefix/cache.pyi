@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import BlockRefs, PrefixMatch
 from pagepool.prefix.events import NameSnapshot, PrefixEvent, PrefixSnapshot
+from pagepool.prefix.store import PrefixStore
 
 __all__ = ["PrefixCache"]
 

@@ -19,7 +19,7 @@ from refusals import refuses
 import pagepool
 from pagepool import Engine, SamplingParams, cli
 from pagepool.cli import generate, model_options
-from pagepool.integrations.transformers.pretrained import ModelError, load_pretrained, weights_digest
+from pagepool.integrations.transformers.pretrained import ModelError, load_pretrained
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "bench" / "tiny_llama"
@@ -205,18 +205,6 @@ def test_a_dtype_that_weights_cannot_have_is_refused(capsys):
 def test_weights_of_float16_are_computed_in_float32():
     assert str(load_pretrained(TINY)[0].dtype) == "torch.float32"
     assert str(load_pretrained(TINY, "bfloat16")[0].dtype) == "torch.bfloat16"
-
-
-def test_a_digest_tells_weights_apart_and_not_directories(tmp_path):
-    shutil.copytree(TINY, tmp_path / "copy")
-    model, other = load_pretrained(TINY)[0], load_pretrained(tmp_path / "copy")[0]
-    digest = weights_digest(model)
-    assert digest == weights_digest(other) and len(digest) == 32
-    assert digest != weights_digest(load_pretrained(TINY, "bfloat16")[0])
-    next(other.parameters()).data.view(-1)[0] += 1
-    assert digest != weights_digest(other)
-    model.config.rope_theta = 1.0  # keys follow from it
-    assert digest != weights_digest(model)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -48,7 +48,7 @@ class WorkerReplica:
         from pagepool.cluster.worker import Worker
         from pagepool.engine import Engine
         from pagepool.engine.tokenizing import stop_token_ids_of
-        from pagepool.integrations.transformers.pretrained import load_pretrained, weights_digest
+        from pagepool.integrations.transformers.pretrained import load_pretrained
 
         die_of_sigterm()
         if options["threads"] is not None:
@@ -59,9 +59,10 @@ class WorkerReplica:
         name = serve.get_replica_context().replica_id.unique_id
         transfer, identity = None, options["name"]
         if moves_pages:
+            from pagepool.prefix.fingerprint import weights_digest
             from pagepool.transfer.nixl import NixlTransfer
 
-            identity += f", weights {weights_digest(model)}"
+            identity += f", weights {weights_digest(options['model'])} as {options['dtype']}"
             transfer = NixlTransfer(name, TRANSFER_SECONDS, serves=is_prefill)
         stops = stop_token_ids_of(model, tokenizer)
         self._worker = Worker(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ModelError", "load_pretrained", "weights_digest"]
+__all__ = ["ModelError", "load_pretrained"]
 
 WEIGHTS = ("*.safetensors", "*.bin")
-UNRELATED = ("_name_or_path", "transformers_version")  # fields of a configuration that pages do not depend on
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -50,21 +48,6 @@ def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, An
         names = sorted(found["missing_keys"])
         raise ModelError(f"{folder}: {len(names)} weights are missing, the first is {names[0]}")
     return model.eval(), tokenizer
-
-
-def weights_digest(model: Any) -> str:
-    """Return 32 hexadecimal digits that follow from all weights and the configuration of a loaded model.
-
-    Keys and values of two models that share them can be exchanged. The digest does not depend on the directory, and
-    reads each weight once: about 1 s for 2 GB.
-    """
-    config = {name: value for name, value in model.config.to_dict().items() if name not in UNRELATED}
-    found = sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    uint8 = import_module("torch").uint8
-    for name, weight in model.state_dict().items():
-        found.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        found.update(weight.detach().cpu().contiguous().reshape(-1).view(uint8).numpy())
-    return found.hexdigest()[:32]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
