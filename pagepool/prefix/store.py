@@ -292,6 +292,11 @@ class PrefixStore:
             self._used, self._refused = set(), {}
         if not (pages or used or refused):
             return
+        if refused and index.has_room():  # first: their pages may be among the new ones
+            index.begin()
+            for name, checksum in refused.items():
+                self._give_back(index.delete_named(name, checksum))
+            index.commit()
         fresh = {page[0]: page for page in pages}
         known = index.known(list(fresh))
         # A prefix counts as used when a page behind it is written, so it is not dropped before that page.
@@ -303,8 +308,6 @@ class PrefixStore:
                 index.commit()
         if index.has_room():
             index.begin()
-            for name, checksum in refused.items():
-                self._give_back(index.delete_named(name, checksum))
             rows = self._write_pages(index, [page for name, page in fresh.items() if name not in known])
             index.insert(rows)
             index.commit()

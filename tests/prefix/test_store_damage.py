@@ -3,7 +3,7 @@
 import os
 import shutil
 import sqlite3
-from pathlib import Path
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -40,6 +40,7 @@ def history(tmp_path_factory):
     path = tmp_path_factory.mktemp("history")
     world = World(path, num_blocks=64, max_bytes=SMALL)
     folder, real, writes, databases = world.store.folder, os.pwrite, [], []
+    copy = tmp_path_factory.mktemp("copy") / "index.sqlite"
 
     def recorded(descriptor, data, offset):
         writes.append((offset, bytes(data)))
@@ -54,12 +55,9 @@ def history(tmp_path_factory):
             world.run(prompts[-1])
             assert world.cache.flush()
             world.cache.evict(64)
-            copy = sqlite3.connect(":memory:")
-            with sqlite3.connect(folder / "index.sqlite") as source:
-                source.backup(copy)
-            source.close()
-            databases.append((len(writes), copy.serialize()))
-            copy.close()
+            with closing(sqlite3.connect(folder / "index.sqlite")) as source, closing(sqlite3.connect(copy)) as target:
+                source.backup(target)
+            databases.append((len(writes), copy.read_bytes()))
     world.stop()
     assert len(writes) > 60 and world.store._counts["evicted"] > 20
     return path, folder, prompts, writes, databases
@@ -181,4 +179,3 @@ def test_a_page_that_fails_its_sum_is_written_again(tmp_path):
 def test_contents_are_told_apart():
     """Check of the test itself: pages of other prompts differ."""
     assert len({content([1], {}), content([2], {}), content([1], {"cache_salt": "a"}), content([1], {}, 1)}) == 4
-    assert Path(__file__).with_name("store_world.py").exists()
