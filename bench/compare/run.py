@@ -306,7 +306,7 @@ def main():
     parser.add_argument("--peers", type=Path, default=ROOT / "build/peers")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm-options", default="", help="more arguments for vLLM, such as --enforce-eager")
+    parser.add_argument("--vllm-options", default="", help="more arguments for vLLM: --vllm-options=--enforce-eager")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
