@@ -651,7 +651,7 @@ class StateCheckpoints:
     def follow(self, cache: Any) -> None:
         """Forget every state if the `PrefixCache` was told to forget blocks since the last call, or is another cache.
 
-        States that were computed from wrong blocks are wrong, too. A `Scheduler` calls this before it looks for a
+        States that were computed from wrong blocks are also wrong. A `Scheduler` calls this before it looks for a
         state.
         """
         followed, self._followed = self._followed, (cache, cache.forgotten)

@@ -41,7 +41,7 @@ class PageSum:
     """The keyed 128-bit sum of a page: of its bytes and its name, under a fingerprint and the seed of a file.
 
     NH turns each 4,096 bytes into 32 bytes, BLAKE2b the result into 16: about 50 us for 576 KiB. It guards against
-    accidents: torn writes, old files, another model's files. It does not guard against someone who can write the file.
+    accidents: torn writes, old files, another model's files. It does not guard against a process that can write to it.
     """
 
     def __init__(self, fingerprint: Fingerprint, seed: bytes) -> None:
@@ -65,7 +65,7 @@ class PrefixStore:
     Parameters
     ----------
     path : path
-        A directory, made where there is none. Each fingerprint has a directory of its own in it.
+        A directory, created if it is missing. Each fingerprint has a directory of its own in it.
     fingerprint : Fingerprint
         What pages depend on, from `fingerprint_of`.
     max_bytes : int
