@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from store_world import BLOCK, LEAST, World, content
 
-TRIALS = int(os.environ.get("PAGEPOOL_STORE_TRIALS", "400"))  # 4000 in the nightly run
+TRIALS = int(os.environ.get("PAGEPOOL_STORE_TRIALS", "400"))  # 4000 in `make store-test`
 SECTOR = 512
 SMALL = LEAST - (1 << 20) + (64 << 10)  # 14 slots
 
@@ -100,7 +100,7 @@ def test_power_losses_leave_no_wrong_page(tmp_path, history):
 
 
 def test_every_byte_of_the_index_may_be_wrong(tmp_path, history):
-    """The store raises an exception or returns correct pages. The nightly run damages every byte, this run a sample."""
+    """The store raises an exception or returns correct pages. `make store-test` damages every byte."""
     _, made, prompts, writes, databases = history
     folder, served = tmp_path / made.name, Served(prompts[-3:])
     pages = bytearray(14 * 4096)
