@@ -1,6 +1,6 @@
 /* decode_avx2.h: a tile of a head where there are 16 registers only, and no operand that spreads over lanes: AVX2.
  *
- * Included once per dtype from decode_kernel.h, instead of decode_tile.h.  What counts here:
+ * Included once per ISA instead of decode_tile.h; DT is the dtype of the page.  What counts here:
  *
  *   Every weight (an element of a query, a softmax weight) is a load of its own, and two loads start in a cycle, as
  *   two fma do: each load must serve two fma or more.  Eight fma must be under way at any time.  So 8 to 12 sums, 2 to
@@ -14,37 +14,39 @@
  *   There is room for few prefetches.  They are spread over all passes and parts, so that lines are requested no
  *   faster than they come: Zen 4 presumably drops what its queue has no place for. */
 
-#define EVEN_ROW PP_CAT(v_even_, PP_DTYPE, )
-#define ODD_ROW PP_CAT(v_odd_, PP_DTYPE, )
+/* A vector of the first of two neighbouring rows as f32, and of the second, which are `width` columns wide; both by the
+ * place of the former. */
+PP_INLINE pp_v even_row(const int DT, const unsigned char *at) {
+    return DT == PP_F32 ? v_even_f32(at) : DT == PP_F16 ? v_even_f16(at) : v_even_bf16(at);
+}
+PP_INLINE pp_v odd_row(const int DT, const unsigned char *at, int width) {
+    return DT == PP_F32 ? v_odd_f32(at, width) : DT == PP_F16 ? v_odd_f16(at, width) : v_odd_bf16(at, width);
+}
 
-enum {
-    PP_NAME(QUERY_PAIR) = 2, /* elements of packed queries that a pair of dims takes */
-    PP_NAME(K_PAIR_BYTES) = 2 * PP_GROUP * PP_ITEM
-};
+PP_INLINE int k_pair_bytes(const int DT) { return 2 * PP_GROUP * item_bytes(DT); }
 
 /* How a part of a head's rows prefetches.  Where lines are prefetched twice the second of several parts prefetches,
  * which reads what the first one has brought: on Intel S2 and S5 took 1.05 times as long by either of them once.  In
  * f32, which memory delivers hardly faster than it is used, the four stages of the first two a quarter each (Zen 4: S2
  * in 0.91 to 0.92 of the time), if K and V have as many lines, in whole runs. */
-enum { PP_NAME(QUARTERS) = PP_PREFETCH_TWICE + 1, PP_NAME(LATE_QUARTERS) };
-PP_INLINE int PP_NAME(part_mode)(int mode, int place, int parts, const pp_tile *tile) {
-    if (mode != PP_PREFETCH_TWICE || parts == 1) return place == 0 ? mode : PP_PREFETCH_NONE;
-    if (PP_ITEM == 2 || tile->head_dim != tile->v_head_dim || tile->head_dim % PP_V_RUN || !tile->next_v[0])
+enum { QUARTERS = PP_PREFETCH_TWICE + 1, LATE_QUARTERS };
+PP_INLINE int part_mode(const int DT, int mode, int place, int parts, const pp_tile *tile) {
+    if (DT == PP_MIXED || mode != PP_PREFETCH_TWICE || parts == 1) return place == 0 ? mode : PP_PREFETCH_NONE;
+    if (item_bytes(DT) == 2 || tile->head_dim != tile->v_head_dim || tile->head_dim % PP_V_RUN || !tile->next_v[0])
         return place == 1 ? PP_PREFETCH_TWICE : PP_PREFETCH_NONE;
-    return place == 0 ? PP_NAME(QUARTERS) : place == 1 ? PP_NAME(LATE_QUARTERS) : PP_PREFETCH_NONE;
+    return place == 0 ? QUARTERS : place == 1 ? LATE_QUARTERS : PP_PREFETCH_NONE;
 }
-#define PART_MODE(mode, place, parts, tile) PP_NAME(part_mode)(mode, place, parts, tile)
 
 /* A stage's quarter, in the order of the stages (scores and values of one part, then of the other): a group's K or V,
  * which is read a head's visit later, and once more the quarter before it; of each what begins `from` bytes from its
  * beginning. */
-PP_INLINE void PP_NAME(quarter_of)(int late, const int VALUES, const pp_tile *tile, int64_t from,
-                                   const unsigned char **next, const unsigned char **again) {
+PP_INLINE void quarter_of(int late, const int VALUES, const pp_tile *tile, int64_t from,
+                          const unsigned char **next, const unsigned char **again) {
     const unsigned char *const *groups = VALUES ? tile->next_v : tile->next_k;
     *next = groups[late] + from;
     *again = (VALUES ? tile->next_k[late] : late ? tile->next_v[0] : tile->v[1]) + from;
 }
-PP_INLINE void PP_NAME(prefetch_quarter)(const unsigned char *next, const unsigned char *again, const int bytes) {
+PP_INLINE void prefetch_quarter(const unsigned char *next, const unsigned char *again, const int bytes) {
     prefetch_into_l2(next, bytes);
     prefetch_into_l2(again, bytes);
 }
@@ -54,14 +56,14 @@ PP_INLINE void PP_NAME(prefetch_quarter)(const unsigned char *next, const unsign
  * vectors come one by one; of more heads the weights come one by one, for two vectors each, and once more for the next
  * two, or for three.  12 sums, three weights and a vector are all 16 registers: compilers find these places only where
  * they are told before and after that the sums are in registers. */
-PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int ODD, const unsigned char *const *at,
-                                     int width, const float *weight, const int weight_step, pp_v *sum) {
+PP_INLINE void add_products(const int DT, const int HEADS, const int NV, const int ODD, const unsigned char *const *at,
+                            int width, const float *weight, const int weight_step, pp_v *sum) {
     const int AT_ONCE = HEADS <= 3 || NV == 1 ? 1 : NV == 3 ? 3 : 2;
     pp_v w[PP_MAX_HEADS], x[3];
     if (HEADS == 3 && NV == 4) v_pinned_12(sum);
     PP_UNROLL for (int i = 0; i < NV; i += AT_ONCE) {
         PP_UNROLL for (int j = 0; j < AT_ONCE; j++) {
-            x[j] = ODD ? ODD_ROW(at[i + j], width) : EVEN_ROW(at[i + j]);
+            x[j] = ODD ? odd_row(DT, at[i + j], width) : even_row(DT, at[i + j]);
             if (HEADS > 1) x[j] = v_pinned(x[j]);
         }
         PP_UNROLL for (int g = 0; g < HEADS; g++) {
@@ -80,12 +82,12 @@ PP_INLINE void PP_NAME(add_products)(const int HEADS, const int NV, const int OD
  * over ODD dims, the latter after the former or both at once.  From one pair of dims to the next, queries are q_step
  * elements apart.  What a stage prefetches is spread evenly over the work of its chains, of three vectors and one:
  * three times two and one. */
-PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, const int ODD, const int MODE,
-                               const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late) {
-    enum { PAIRS = 2, BYTES = PAIRS * PP_NAME(K_PAIR_BYTES), PER_GROUP = PP_GROUP / PP_LANES };
+PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int EVEN, const int ODD, const int MODE,
+                      const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late) {
+    enum { PAIRS = 2, PER_GROUP = PP_GROUP / PP_LANES };
+    const int BYTES = PAIRS * k_pair_bytes(DT), LINES = BYTES / 64, IS_16_BIT = item_bytes(DT) == 2;
     const int LONE = NV == 1, GROUPS = NV == 2 ? 1 : 2, group = first / PER_GROUP;
     const int BEGIN = LONE ? 6 : EVEN ? 0 : NV == 3 ? 3 : 4; /* eighths */
-    enum { LINES = BYTES / 64 };
     const int TWICE = 2 * GROUPS * LINES; /* in 16 bit first what is near: S1 took 1.07 times as long line by line */
     const int END = LONE || (ODD && NV != 3) ? 8 : NV == 3 ? (ODD ? 6 : 3) : 4;
     const int64_t steps = tile->head_dim / (2 * PAIRS);
@@ -100,12 +102,12 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
     const int PIECE = LONE ? 64 : NV == 3 ? (EVEN ? 128 : 64) : NV * BYTES / (EVEN && ODD ? 4 : 8);
     const int64_t before = LONE ? 192 : NV == 3 ? 128 * ODD : PIECE * (NV == 4 ? ODD : 2 * group + ODD);
     const unsigned char *next = NULL, *again = NULL;
-    if (MODE == PP_NAME(QUARTERS)) PP_NAME(quarter_of)(late, 0, tile, steps * before, &next, &again);
+    if (MODE == QUARTERS) quarter_of(late, 0, tile, steps * before, &next, &again);
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
     for (; row < end; row += BYTES) {
-        if (MODE == PP_NAME(QUARTERS)) {
-            PP_NAME(prefetch_quarter)(next, again, PIECE);
+        if (MODE == QUARTERS) {
+            prefetch_quarter(next, again, PIECE);
             next += PIECE, again += PIECE;
         }
         if (MODE == PP_PREFETCH_ONCE)
@@ -113,17 +115,17 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
                 prefetch_lines(1, BEGIN, END, 8, BYTES, row, at_distance(row, visit[i]), NULL);
         if (MODE == PP_PREFETCH_TWICE)
             PP_UNROLL for (int i = BEGIN * TWICE / 8; i < END * TWICE / 8; i++) {
-                const int far = PP_ITEM == 2 ? i >= TWICE / 2 : i % 2, line = PP_ITEM == 2 ? i % (TWICE / 2) : i / 2;
+                const int far = IS_16_BIT ? i >= TWICE / 2 : i % 2, line = IS_16_BIT ? i % (TWICE / 2) : i / 2;
                 const int64_t *to = far ? visit : half;
                 prefetch_into_l2(at_distance(row, to[line / LINES]) + line % LINES * 64, 1);
             }
         PP_UNROLL for (int i = 0; i < PAIRS; i++, q += q_step) {
             const unsigned char *at[4];
             PP_UNROLL for (int j = 0; j < NV; j++)
-                at[j] = at_distance(row, j / PER_GROUP ? there : 0) + i * PP_NAME(K_PAIR_BYTES) +
-                        (LONE ? PER_GROUP - 1 : j % PER_GROUP) * PP_LANES * PP_COLUMN;
-            if (EVEN) PP_NAME(add_products)(HEADS, NV, 0, at, PP_GROUP, q, 2, even);
-            if (ODD) PP_NAME(add_products)(HEADS, NV, 1, at, PP_GROUP, q + 1, 2, odd);
+                at[j] = at_distance(row, j / PER_GROUP ? there : 0) + i * k_pair_bytes(DT) +
+                        (LONE ? PER_GROUP - 1 : j % PER_GROUP) * PP_LANES * column_bytes(DT);
+            if (EVEN) add_products(DT, HEADS, NV, 0, at, PP_GROUP, q, 2, even);
+            if (ODD) add_products(DT, HEADS, NV, 1, at, PP_GROUP, q + 1, 2, odd);
         }
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -132,25 +134,28 @@ PP_INLINE void PP_NAME(scores)(const int HEADS, const int NV, const int EVEN, co
 }
 
 /* The same head by head, of one group of the tile where the other is not seen. */
-static __attribute__((noinline)) void PP_NAME(scores_of_group)(int heads, const pp_tile *tile, int first,
-                                                               const float *q, int64_t q_step, float *s) {
+PP_INLINE void scores_of_group(const int DT, int heads, const pp_tile *tile, int first,
+                               const float *q, int64_t q_step, float *s) {
     for (int g = 0; g < heads; g++, q += 2, s += PP_TILE)
-        PP_NAME(scores)(1, 2, 1, 1, PP_PREFETCH_NONE, tile, first, q, q_step, s, 0);
+        scores(DT, 1, 2, 1, 1, PP_PREFETCH_NONE, tile, first, q, q_step, s, 0);
 }
+PP_FOR_DTYPES(scores_of_group, (int heads, const pp_tile *tile, int first, const float *q, int64_t q_step, float *s),
+              heads, tile, first, q, q_step, s)
 
 /* Adds p V of all tokens of the tile to NV vectors of dims, from `column` of V's dims on, which lies in a run that is
  * `width` dims wide. */
-PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int MODE, const pp_tile *tile, int width,
-                               int column, const float *p, float *o, int late) {
-    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM, pair_bytes = 2 * width * PP_ITEM;
-    const int64_t row_stride = tile->row_stride, from = run + column % PP_V_RUN * PP_COLUMN;
+PP_INLINE void values(const int DT, const int HEADS, const int NV, const int MODE, const pp_tile *tile, int width,
+                      int column, const float *p, float *o, int late) {
+    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * item_bytes(DT);
+    const int64_t pair_bytes = 2 * width * item_bytes(DT);
+    const int64_t row_stride = tile->row_stride, from = run + column % PP_V_RUN * column_bytes(DT);
     /* Of each pair of rows, what is as long as its part here, and from where it is read to where it is. */
-    const int bytes = NV * PP_LANES * 2 * PP_ITEM;
-    const int64_t prefetched = column % PP_V_RUN * (2 * PP_ITEM - PP_COLUMN);
+    const int bytes = NV * PP_LANES * 2 * item_bytes(DT);
+    const int64_t prefetched = column % PP_V_RUN * (2 * item_bytes(DT) - column_bytes(DT));
     /* Of the stage's quarter each pass prefetches the lines that begin within its share: of the 4 of a pair of rows
      * where they go as 3, 3 and 2 vectors, two, one and one. */
     const int piece = NV == 3 ? 64 : bytes / 2;
-    const int one_more = NV == 3 && column % PP_V_RUN == 0, line = (column % PP_V_RUN * PP_ITEM + 63) / 64;
+    const int one_more = NV == 3 && column % PP_V_RUN == 0, line = (column % PP_V_RUN * item_bytes(DT) + 63) / 64;
     pp_v sum[PP_MAX_HEADS * 8];
     o += column;
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -160,19 +165,19 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int MODE, co
         const int64_t visit = distance_of(MODE ? tile->next_v[i] : tile->v[i], tile->v[i]) + prefetched;
         const int64_t half = distance_of(tile->next_k[i], tile->v[i]) + prefetched;
         const unsigned char *next = NULL, *again = NULL;
-        if (MODE == PP_NAME(QUARTERS))
-            PP_NAME(quarter_of)(late, 1, tile, run + line * 64 + i * (PP_GROUP / 4 * pair_bytes), &next, &again);
+        if (MODE == QUARTERS)
+            quarter_of(late, 1, tile, run + line * 64 + i * (PP_GROUP / 4 * pair_bytes), &next, &again);
         PP_OPAQUE(end); /* or the loop is unrolled whole */
         for (; row < end; row += pair_bytes, p += 2) {
-            if (MODE == PP_NAME(QUARTERS)) {
-                PP_NAME(prefetch_quarter)(next, again, piece + 64 * one_more);
+            if (MODE == QUARTERS) {
+                prefetch_quarter(next, again, piece + 64 * one_more);
                 next += pair_bytes / 2, again += pair_bytes / 2;
             }
             prefetch(MODE, 0, 0, 1, 1, bytes, row, at_distance(row, visit), at_distance(row, half));
             const unsigned char *at[8];
-            PP_UNROLL for (int j = 0; j < NV; j++) at[j] = row + j * PP_LANES * PP_COLUMN;
-            PP_NAME(add_products)(HEADS, NV, 0, at, width, p, PP_TILE, sum);
-            PP_NAME(add_products)(HEADS, NV, 1, at, width, p + 1, PP_TILE, sum);
+            PP_UNROLL for (int j = 0; j < NV; j++) at[j] = row + j * PP_LANES * column_bytes(DT);
+            add_products(DT, HEADS, NV, 0, at, width, p, PP_TILE, sum);
+            add_products(DT, HEADS, NV, 1, at, width, p + 1, PP_TILE, sum);
         }
     }
     PP_UNROLL for (int g = 0; g < HEADS; g++)
@@ -182,129 +187,127 @@ PP_INLINE void PP_NAME(values)(const int HEADS, const int NV, const int MODE, co
 /* The stages for a number of heads in a mode: functions each.  Chains of scores are four vectors wide for up to 3
  * heads, three for 4 heads, whose last vector has both chains at once, and else two.  The 8 vectors of a run of V go as
  * most_values at a time, and the last of 4 heads as two. */
-typedef void PP_NAME(chain)(const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late);
-typedef void PP_NAME(pass)(const pp_tile *tile, int column, const float *p, float *o, int late);
-typedef struct PP_NAME(stages) {
-    PP_NAME(chain) *even, *odd, *fourth; /* or both chains, NULL, NULL; the last of the fourth vector, or NULL */
-    PP_NAME(pass) *values, *last_values;
-} PP_NAME(stages);
-PP_INLINE int PP_NAME(score_step)(int heads) { return heads <= 4 ? 4 : 2; }
-PP_INLINE int PP_NAME(most_values)(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : heads == 4 ? 3 : 2; }
+typedef void chain_stage(const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late);
+typedef void values_stage(const pp_tile *tile, int column, const float *p, float *o, int late);
+typedef struct stages {
+    chain_stage *even, *odd, *fourth; /* or both chains, NULL, NULL; the last of the fourth vector, or NULL */
+    values_stage *values, *last_values;
+} stages;
+PP_INLINE int score_step(int heads) { return heads <= 4 ? 4 : 2; }
+PP_INLINE int most_values(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : heads == 4 ? 3 : 2; }
 
-#define PP_CHAIN(name, HEADS, NV, EVEN, ODD, MODE) \
-    static __attribute__((noinline)) void PP_NAME(name##_##HEADS)(const pp_tile *tile, int first, const float *q, \
-                                                                  int64_t q_step, float *s, int late) { \
-        PP_NAME(scores)(HEADS, NV, EVEN, ODD, MODE, tile, first, q, q_step, s, late); \
+#define PP_SCORES(name, HEADS, dtype, NV, EVEN, ODD, MODE) \
+    static __attribute__((noinline)) void name##_##HEADS(const pp_tile *tile, int first, const float *q, \
+                                                         int64_t q_step, float *s, int late) { \
+        scores(dtype, HEADS, NV, EVEN, ODD, MODE, tile, first, q, q_step, s, late); \
     }
-#define PP_PASS(name, HEADS, NV, MODE) \
-    static __attribute__((noinline)) void PP_NAME(name##_##HEADS)(const pp_tile *tile, int column, const float *p, \
-                                                                  float *o, int late) { \
-        PP_NAME(values)(HEADS, NV, MODE, tile, PP_V_RUN, column, p, o, late); \
+#define PP_VALUES(name, HEADS, dtype, NV, MODE) \
+    static __attribute__((noinline)) void name##_##HEADS(const pp_tile *tile, int column, const float *p, float *o, \
+                                                         int late) { \
+        values(dtype, HEADS, NV, MODE, tile, PP_V_RUN, column, p, o, late); \
     }
-#define PP_STAGES(mode, HEADS, K, V, MODE) \
-    PP_CHAIN(even_##mode, HEADS, K, 1, 0, MODE) \
-    PP_CHAIN(odd_##mode, HEADS, K, 0, 1, MODE) \
-    PP_PASS(values_##mode, HEADS, V, MODE)
-#define PP_ALL_STAGES(mode, MODE) \
-    PP_CHAIN(scores_##mode, 1, 4, 1, 1, MODE) \
-    PP_PASS(values_##mode, 1, 8, MODE) \
-    PP_STAGES(mode, 2, 4, 4, MODE) \
-    PP_STAGES(mode, 3, 4, 4, MODE) \
-    PP_STAGES(mode, 4, 3, 3, MODE) \
-    PP_CHAIN(fourth_##mode, 4, 1, 1, 1, MODE) \
-    PP_PASS(last_##mode, 4, 2, MODE) \
-    PP_STAGES(mode, 5, 2, 2, MODE) \
-    PP_STAGES(mode, 6, 2, 2, MODE)
-PP_ALL_STAGES(unprefetched, PP_PREFETCH_NONE)
-PP_ALL_STAGES(once, PP_PREFETCH_ONCE)
-PP_ALL_STAGES(twice, PP_PREFETCH_TWICE)
-#if PP_ITEM == 4
-PP_ALL_STAGES(in_quarters, PP_NAME(QUARTERS))
-#endif
+#define PP_STAGES_OF(of, HEADS, dtype, K, V, MODE) \
+    PP_SCORES(even_##of, HEADS, dtype, K, 1, 0, MODE) \
+    PP_SCORES(odd_##of, HEADS, dtype, K, 0, 1, MODE) \
+    PP_VALUES(values_##of, HEADS, dtype, V, MODE)
+#define PP_ENTRY(of, HEADS, fourth, last) \
+    [HEADS] = {even_##of##_##HEADS, odd_##of##_##HEADS, fourth, values_##of##_##HEADS, last##_##of##_##HEADS}
+/* Defines the stages of a dtype in a mode, and stages_<of>, by the number of heads. */
+#define PP_STAGES(of, dtype, MODE) \
+    PP_SCORES(scores_##of, 1, dtype, 4, 1, 1, MODE) \
+    PP_VALUES(values_##of, 1, dtype, 8, MODE) \
+    PP_STAGES_OF(of, 2, dtype, 4, 4, MODE) \
+    PP_STAGES_OF(of, 3, dtype, 4, 4, MODE) \
+    PP_STAGES_OF(of, 4, dtype, 3, 3, MODE) \
+    PP_SCORES(fourth_##of, 4, dtype, 1, 1, 1, MODE) \
+    PP_VALUES(last_##of, 4, dtype, 2, MODE) \
+    PP_STAGES_OF(of, 5, dtype, 2, 2, MODE) \
+    PP_STAGES_OF(of, 6, dtype, 2, 2, MODE) \
+    static const stages stages_##of[PP_MAX_HEADS + 1] = {[1] = {.even = scores_##of##_1, .values = values_##of##_1}, \
+                                                         PP_ENTRY(of, 2, NULL, values), \
+                                                         PP_ENTRY(of, 3, NULL, values), \
+                                                         PP_ENTRY(of, 4, fourth_##of##_4, last), \
+                                                         PP_ENTRY(of, 5, NULL, values), \
+                                                         PP_ENTRY(of, 6, NULL, values)};
+PP_STAGES(f32, PP_F32, PP_PREFETCH_NONE)
+PP_STAGES(f32_once, PP_F32, PP_PREFETCH_ONCE)
+PP_STAGES(f32_twice, PP_F32, PP_PREFETCH_TWICE)
+PP_STAGES(f32_in_quarters, PP_F32, QUARTERS)
+PP_STAGES(f16, PP_F16, PP_PREFETCH_NONE)
+PP_STAGES(f16_once, PP_F16, PP_PREFETCH_ONCE)
+PP_STAGES(f16_twice, PP_F16, PP_PREFETCH_TWICE)
+PP_STAGES(bf16, PP_BF16, PP_PREFETCH_NONE)
+PP_STAGES(bf16_once, PP_BF16, PP_PREFETCH_ONCE)
+PP_STAGES(bf16_twice, PP_BF16, PP_PREFETCH_TWICE)
 
-#define PP_ENTRY(mode, HEADS, fourth, last) \
-    [HEADS] = {PP_NAME(even_##mode##_##HEADS), PP_NAME(odd_##mode##_##HEADS), fourth, \
-               PP_NAME(values_##mode##_##HEADS), PP_NAME(last##_##mode##_##HEADS)}
-#define PP_ENTRIES(mode) \
-    {[1] = {.even = PP_NAME(scores_##mode##_1), .values = PP_NAME(values_##mode##_1)}, \
-     PP_ENTRY(mode, 2, NULL, values), \
-     PP_ENTRY(mode, 3, NULL, values), \
-     PP_ENTRY(mode, 4, PP_NAME(fourth_##mode##_4), last), \
-     PP_ENTRY(mode, 5, NULL, values), \
-     PP_ENTRY(mode, 6, NULL, values)}
-static const PP_NAME(stages) PP_NAME(all_stages)[][PP_MAX_HEADS + 1] = {
-    [PP_PREFETCH_NONE] = PP_ENTRIES(unprefetched),
-    [PP_PREFETCH_ONCE] = PP_ENTRIES(once),
-    [PP_PREFETCH_TWICE] = PP_ENTRIES(twice),
-#if PP_ITEM == 4
-    [PP_NAME(QUARTERS)] = PP_ENTRIES(in_quarters),
-#endif
+static const stages *const all_stages[][QUARTERS + 1] = {
+    [PP_F32] = {stages_f32, stages_f32_once, stages_f32_twice, stages_f32_in_quarters},
+    [PP_F16] = {stages_f16, stages_f16_once, stages_f16_twice},
+    [PP_BF16] = {stages_bf16, stages_bf16_once, stages_bf16_twice},
 };
-#undef PP_CHAIN
-#undef PP_PASS
-#undef PP_STAGES
-#undef PP_ALL_STAGES
-#undef PP_ENTRY
-#undef PP_ENTRIES
 
 /* Scores of the vectors [first, end) of the tile: those of one or both of its groups. */
-PP_INLINE void PP_NAME(tile_scores)(int heads, const PP_NAME(stages) *stages, const pp_tile *tile, int first, int end,
-                                    const float *q, int64_t q_step, float *s, int late) {
-    const int step = PP_NAME(score_step)(heads);
+PP_INLINE void tile_scores(const int DT, int heads, const stages *of, const pp_tile *tile, int first, int end,
+                           const float *q, int64_t q_step, float *s, int late) {
+    const int step = score_step(heads);
     if (end - first < step) {
-        PP_NAME(scores_of_group)(heads, tile, first, q, q_step, s);
+        PP_BY_DTYPE(DT, scores_of_group)(heads, tile, first, q, q_step, s);
         return;
     }
     for (; first < end; first += step) {
-        stages->even(tile, first, q, q_step, s, late);
-        if (stages->odd) stages->odd(tile, first, q, q_step, s, late);
-        if (stages->fourth) stages->fourth(tile, 3, q, q_step, s, late);
+        of->even(tile, first, q, q_step, s, late);
+        if (of->odd) of->odd(tile, first, q, q_step, s, late);
+        if (of->fourth) of->fourth(tile, 3, q, q_step, s, late);
     }
 }
 
 /* Two vectors of dims of a run that is no PP_V_RUN wide, or of any run. */
-PP_FOR_HEADS(narrow_values, (int heads, const pp_tile *tile, int width, int column, const float *p, float *o),
-             (heads, tile, width, column, p, o),
-             PP_NAME(values)(HEADS, 2, PP_PREFETCH_NONE, tile, width, column, p, o, 0))
+PP_FOR_DTYPES_AND_HEADS(narrow_values,
+                        (int heads, const pp_tile *tile, int width, int column, const float *p, float *o),
+                        (heads, tile, width, column, p, o),
+                        values(DT, HEADS, 2, PP_PREFETCH_NONE, tile, width, column, p, o, 0))
 
 /* Adds p V of tokens [from, to) to one or two vectors of a head's dims. */
-PP_INLINE void PP_NAME(some_values)(const int NV, const pp_tile *tile, int width, int column, int from, int to,
-                                    const float *p, float *o) {
-    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * PP_ITEM, pair_bytes = 2 * width * PP_ITEM;
+PP_INLINE void some_values(const int DT, const int NV, const pp_tile *tile, int width, int column, int from, int to,
+                           const float *p, float *o) {
+    const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * item_bytes(DT);
+    const int64_t pair_bytes = 2 * width * item_bytes(DT);
     pp_v sum[2];
     PP_UNROLL for (int j = 0; j < NV; j++) sum[j] = v_load(o + column + j * PP_LANES);
     for (int t = from; t < to; t++) {
         const unsigned char *at[2];
         PP_UNROLL for (int j = 0; j < NV; j++)
             at[j] = tile->v[t / PP_GROUP] + run + t % PP_GROUP / 2 * pair_bytes +
-                    (column % PP_V_RUN + j * PP_LANES) * PP_COLUMN;
+                    (column % PP_V_RUN + j * PP_LANES) * column_bytes(DT);
         if (t % 2)
-            PP_NAME(add_products)(1, NV, 1, at, width, p + t, 0, sum);
+            add_products(DT, 1, NV, 1, at, width, p + t, 0, sum);
         else
-            PP_NAME(add_products)(1, NV, 0, at, width, p + t, 0, sum);
+            add_products(DT, 1, NV, 0, at, width, p + t, 0, sum);
     }
     PP_UNROLL for (int j = 0; j < NV; j++) v_store(o + column + j * PP_LANES, sum[j]);
 }
 
 /* The same for all heads and the dims from `column` on: what is left of rows and at the ragged ends of sequences. */
-static __attribute__((noinline)) void PP_NAME(values_left)(int heads, const pp_tile *tile, int column, int from, int to,
-                                                           const float *p, float *o) {
+PP_INLINE void values_left(const int DT, int heads, const pp_tile *tile, int column, int from, int to,
+                           const float *p, float *o) {
     const int dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     for (int g = 0; g < heads; g++, p += PP_TILE, o += tile->row_stride)
         for (int d = column, step; d < dims; d += step) {
             const int width = d < whole ? PP_V_RUN : dims - whole;
             step = d + 2 * PP_LANES <= dims ? 2 * PP_LANES : PP_LANES;
             if (step == PP_LANES)
-                PP_NAME(some_values)(1, tile, width, d, from, to, p, o);
+                some_values(DT, 1, tile, width, d, from, to, p, o);
             else
-                PP_NAME(some_values)(2, tile, width, d, from, to, p, o);
+                some_values(DT, 2, tile, width, d, from, to, p, o);
         }
 }
+PP_FOR_DTYPES(values_left, (int heads, const pp_tile *tile, int column, int from, int to, const float *p, float *o),
+              heads, tile, column, from, to, p, o)
 
 /* Adds p V of tokens [from, to) of the tile to all dims, after scaling what is there. */
-PP_INLINE void PP_NAME(tile_values)(int heads, const PP_NAME(stages) *stages, const pp_tile *tile, int from, int to,
-                                    const float *p, const float *rescale, float *o, int late) {
-    const int most = PP_NAME(most_values)(heads);
+PP_INLINE void tile_values(const int DT, int heads, const stages *of, const pp_tile *tile, int from, int to,
+                           const float *p, const float *rescale, float *o, int late) {
+    const int most = most_values(heads);
     const int dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
     for (int g = 0; rescale && g < heads; g++) {
         float *row = o + g * tile->row_stride;
@@ -314,41 +317,43 @@ PP_INLINE void PP_NAME(tile_values)(int heads, const PP_NAME(stages) *stages, co
     if (to - from == PP_TILE) {
         for (int left; d < whole; d += (left < most ? left : most) * PP_LANES) {
             left = PP_V_RUN / PP_LANES - d % PP_V_RUN / PP_LANES;
-            (left < most ? stages->last_values : stages->values)(tile, d, p, o, late);
+            (left < most ? of->last_values : of->values)(tile, d, p, o, late);
         }
         for (; d + 2 * PP_LANES <= dims; d += 2 * PP_LANES)
-            PP_NAME(narrow_values)(heads, tile, dims - whole, d, p, o);
+            PP_BY_DTYPE(DT, narrow_values)(heads, tile, dims - whole, d, p, o);
     }
-    if (d < dims) PP_NAME(values_left)(heads, tile, d, from, to, p, o);
+    if (d < dims) PP_BY_DTYPE(DT, values_left)(heads, tile, d, from, to, p, o);
 }
 
-PP_FOR_HEADS(make_weights, (int heads, float *s, float *m, float *rows, int64_t row_stride, float *rescale,
-                            int *raised),
+PP_FOR_HEADS(make_weights_of, PP_MIXED, (int heads, float *s, float *m, float *rows, int64_t row_stride, float *rescale,
+                                         int *raised),
              (heads, s, m, rows, row_stride, rescale, raised),
              *raised = make_weights(HEADS, s, m, rows, row_stride, rescale))
 
 /* One tile of one kv head for `heads` of its rows; arguments as those of one_tile in decode_tile.h. */
-static __attribute__((noinline)) void PP_NAME(one_tile_of)(int heads, const pp_tile *tile, const float *q, int q_step,
-                                                           float *rows, float *m, int mode) {
+PP_INLINE void one_tile(const int DT, int heads, const pp_tile *tile, const float *q, int q_step,
+                        float *rows, float *m, int mode) {
     enum { VECTORS = PP_TILE / PP_LANES };
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64))), rescale[PP_RESCALES];
     const int begin = tile->seen << PP_GROUP ? 0 : VECTORS / 2, end = tile->seen >> PP_GROUP ? VECTORS : VECTORS / 2;
-    const int late = mode == PP_NAME(LATE_QUARTERS);
-    const PP_NAME(stages) *stages = &PP_NAME(all_stages)[mode - late][heads];
-    PP_NAME(tile_scores)(heads, stages, tile, begin, end, q, q_step, s, late);
+    const int late = mode == LATE_QUARTERS;
+    const stages *of = &all_stages[DT][mode - late][heads];
+    tile_scores(DT, heads, of, tile, begin, end, q, q_step, s, late);
     transform_scores(tile, 0, heads, s);
     if (tile->seen != ALL_SEEN) mask_scores(tile, heads, s);
     int raised;
-    PP_NAME(make_weights)(heads, s, m, rows, tile->row_stride, rescale, &raised);
+    make_weights_of(heads, s, m, rows, tile->row_stride, rescale, &raised);
     const float *scales = raised ? rescale : NULL;
     if (tile->block_sums) add_to_blocks(tile, heads, s, scales);
-    if (!tile->next_v[0]) stages = &PP_NAME(all_stages)[PP_PREFETCH_NONE][heads];
+    if (!tile->next_v[0]) of = &all_stages[DT][PP_PREFETCH_NONE][heads];
     uint32_t seen = tile->seen; /* run by run: what a row does not see must not be multiplied with, it may be NaN */
     do {
         int from, to;
         seen = take_run(seen, &from, &to);
-        PP_NAME(tile_values)(heads, stages, tile, from, to, s, scales, rows, late);
+        tile_values(DT, heads, of, tile, from, to, s, scales, rows, late);
         scales = NULL;
-        stages = &PP_NAME(all_stages)[PP_PREFETCH_NONE][heads];
+        of = &all_stages[DT][PP_PREFETCH_NONE][heads];
     } while (seen);
 }
+PP_FOR_DTYPES(one_tile, (int heads, const pp_tile *tile, const float *q, int q_step, float *rows, float *m, int mode),
+              heads, tile, q, q_step, rows, m, mode)

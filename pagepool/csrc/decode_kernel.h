@@ -1,9 +1,7 @@
-/* decode_kernel.h: one chunk of decode attention for one dtype, in an instruction set's vocabulary.
+/* decode_kernel.h: one chunk of decode attention, in an instruction set's vocabulary.
  *
- * Included once per dtype with PP_DTYPE (f32, f16, bf16), PP_ITEM (bytes of an element), PP_COLUMN (bytes between
- * neighbours of a row, where pairs of rows may be interleaved) and the words of decode_repack.h defined.  The walk, per
- * tile of 32 tokens (two groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a
- * time:
+ * Included once per ISA.  DT is the dtype of the pages, a constant, or PP_MIXED.  The walk, per tile of 32 tokens (two
+ * groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
  *
  *   scores   32 tokens side by side, dims one after another; each K load serves all heads
  *   softmax  running shift, rescale, powers of 2
@@ -12,49 +10,25 @@
  * The order of every sum is fixed by absolute token positions and nothing else; pagepool/reference/canonical.py spells
  * it out.  Which heads share a load, and how many vectors are in flight, changes no bit. */
 
-#ifndef PP_MIXED
-#define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
-#define PP_OF_PAGES(name) PP_CAT(name, _, PP_PAGES)
-#endif
-
-#ifdef PP_MIXED /* quantised.h has what the walk calls */
-#define IS_MIXED 1
-#else
-#define IS_MIXED 0
-#endif
-#ifndef PP_MIXED
-#define PP_PAGES PP_DTYPE
-#define IS_FAST (PP_ITEM == 4)
-#if PP_16_REGISTERS
-#include "decode_avx2.h"
-#else
-#include "decode_exact.h"
-#include "decode_tile.h"
-#endif
-#include "decode_repack.h"
-#endif
-
-/* How part `place` of a head's rows prefetches.  Parts read the same bytes one after the other: the first prefetches
- * what is read next. */
-#ifndef PART_MODE
-#define PART_MODE(mode, place, parts, tile) ((place) == 0 ? (mode) : PP_PREFETCH_NONE)
-#endif
+/* The function for DT, mixed pages among them. */
+#define PP_BY_PAGES(DT, name) ((DT) == PP_MIXED ? name##_mixed : PP_BY_DTYPE(DT, name))
 
 /* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,
  * `row` of all. */
-static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int32_t to, int32_t row, int mode) {
-    const int32_t q_step = PP_NAME(QUERY_PAIR) * (to - from);
-    const float *q = work->q + (int64_t)row * (tile->head_dim / 2 * PP_NAME(QUERY_PAIR));
-#if PP_IN_STEPS
-    if (tile->step) {
+PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32_t from, int32_t to, int32_t row,
+                        int mode) {
+    const int32_t q_step = PP_PAIR_FLOATS * (to - from);
+    const float *q = work->q + (int64_t)row * (tile->head_dim / 2 * PP_PAIR_FLOATS);
+#if PP_STEPS
+    if (DT != PP_MIXED && tile->step) {
         tile->row = from;
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)row * work->num_blocks;
         for (int32_t i = row; work->seen && i < row + to - from; i++) work->seen[i] = 1.0f;
         float *rows = work->rows + row * work->row_stride, *m = work->m + row;
         if (mode == PP_PREFETCH_TWICE)
-            PP_NAME(two_tiles_of)(to - from, tile, q, rows, m);
+            PP_BY_DTYPE(DT, two_tiles)(to - from, tile, q, rows, m);
         else
-            PP_NAME(two_tiles_unprefetched_of)(to - from, tile, q, rows, m);
+            PP_BY_DTYPE(DT, two_tiles_unprefetched)(to - from, tile, q, rows, m);
         return;
     }
 #endif
@@ -64,15 +38,15 @@ static void PP_NAME(part)(const pp_chunk *work, pp_tile *tile, int32_t from, int
         if (!tile->seen) continue;
         tile->row = r;
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)at * work->num_blocks;
-        PP_NAME(one_tile_of)(end - r, tile, q + PP_NAME(QUERY_PAIR) * (r - from), q_step,
-                             work->rows + at * work->row_stride, work->m + at, mode);
+        PP_BY_PAGES(DT, one_tile)(end - r, tile, q + PP_PAIR_FLOATS * (r - from), q_step,
+                                  work->rows + at * work->row_stride, work->m + at, mode);
         mode = PP_PREFETCH_NONE;
     }
 }
 
 /* The walk over a chunk.  Where pages cannot be read as they are, `tiled` lays out the groups of one tile of one head
  * in the scratch. */
-static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const pp_kv_layout *tiled) {
+PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tiled) {
     unsigned char *const scratch = work->scratch;
     const pp_kv_layout *layout = &work->pool->layout;
     const int32_t head_rows = work->group_size * work->view.num_queries, parts = num_parts(head_rows);
@@ -99,7 +73,8 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
     const int mode = layout->tiled ? work->prefetch : PP_PREFETCH_NONE;
     const int opens = mode && !PP_WIDE;
-    const int steps = PP_IN_STEPS && mode == PP_PREFETCH_TWICE && !scratch && layout->v_head_dim % PP_V_RUN == 0;
+    const int in_steps = PP_STEPS && DT != PP_MIXED && mode == PP_PREFETCH_TWICE;
+    const int steps = in_steps && !scratch && layout->v_head_dim % PP_V_RUN == 0;
     const int64_t first_tile = work->first / PP_TILE * PP_TILE, head_bytes = layout->head_bytes;
     const int64_t first_head = head_begin * head_bytes;
     const int num_groups = (int)((work->end - first_tile + PP_GROUP - 1) / PP_GROUP);
@@ -129,36 +104,34 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
             const int more_heads = end < work->part_end;
             const int64_t at = head * head_bytes, next_at = more_heads ? at + head_bytes : first_head;
             const unsigned char *const *then = more_heads ? groups : next;
-#ifndef PP_MIXED
-            if (!layout->tiled) PP_OF_PAGES(pack)(work, tiled, begin, head, scratch);
-#endif
+            if (DT != PP_MIXED && !layout->tiled) pack_tile(work, tiled, begin, head, scratch);
             for (int i = 0; i < 4; i++) {
                 tile.k[i] = groups[i] + at;
                 tile.v[i] = tile.k[i] + layout->k_bytes;
                 tile.next_k[i] = then[i] + next_at;
-                tile.next_v[i] = scratch && !IS_MIXED ? NULL : tile.next_k[i] + layout->k_bytes;
+                tile.next_v[i] = scratch && DT != PP_MIXED ? NULL : tile.next_k[i] + layout->k_bytes;
             }
             for (int i = 0; i < 2 && scratch; i++) {
                 unsigned char *group = scratch + i * tiled->head_bytes;
-#ifdef PP_MIXED
-                tile.k[i] = bring_in(layout->dtype, 0, layout->head_dim, tile.k[i], group);
-                tile.v[i] = bring_in(layout->v_dtype, 1, layout->v_head_dim, tile.v[i], group + tiled->k_bytes);
-                if (mode) prefetch_into_l2(tile.next_k[i], (int)layout->head_bytes);
-#else
+                if (DT == PP_MIXED) {
+                    tile.k[i] = bring_in(layout->dtype, 0, layout->head_dim, tile.k[i], group);
+                    tile.v[i] = bring_in(layout->v_dtype, 1, layout->v_head_dim, tile.v[i], group + tiled->k_bytes);
+                    if (mode) prefetch_into_l2(tile.next_k[i], (int)layout->head_bytes);
+                    continue;
+                }
                 tile.v[i] = group + tiled->k_bytes;
                 if (layout->tiled)
-                    PP_OF_PAGES(transpose_v)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
+                    PP_BY_DTYPE(DT, transpose_v)(layout->v_head_dim, tile.k[i], group + tiled->k_bytes);
                 else
                     tile.k[i] = group;
-#endif
             }
             tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
             int32_t to = part_border(head_rows, index - head * parts);
             for (int32_t part = index, from; part < end; part++) {
                 from = to;
                 to = part_border(head_rows, part + 1 - head * parts);
-                PP_NAME(part)(work, &tile, from, to, head * head_rows + from,
-                              PART_MODE(mode, part - index, end - index, &tile));
+                run_part(DT, work, &tile, from, to, head * head_rows + from,
+                         part_mode(DT, mode, part - index, end - index, &tile));
             }
         }
     }
@@ -168,14 +141,16 @@ static __attribute__((noinline)) void PP_NAME(walk)(const pp_chunk *work, const 
     }
 }
 
-static void PP_NAME(chunk)(const pp_chunk *work) {
+PP_FOR_DTYPES(walk, (const pp_chunk *work, const pp_kv_layout *tiled), work, tiled)
+PP_FOR_DTYPE(walk, mixed, PP_MIXED, (const pp_chunk *work, const pp_kv_layout *tiled), work, tiled)
+
+PP_INLINE void chunk(const int DT, const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     pp_kv_layout tiled = *layout;
-#ifdef PP_MIXED
-    tiled.k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
-    tiled.head_bytes = pp_brought_in_bytes_of(layout);
-#else
-    if (work->scratch) {
+    if (DT == PP_MIXED) {
+        tiled.k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
+        tiled.head_bytes = pp_brought_in_bytes_of(layout);
+    } else if (work->scratch) {
         pp_kv_layout_init_v(&tiled, 1, 1, layout->head_dim, layout->v_head_dim, 0, PP_GROUP, (pp_dtype)layout->dtype);
         if (layout->tiled) { /* K is read where it is */
             tiled.k_bytes = 0;
@@ -184,29 +159,10 @@ static void PP_NAME(chunk)(const pp_chunk *work) {
         /* Lanes past the length are loaded, though never used. */
         memset(work->scratch, 0, 2 * (size_t)tiled.head_bytes);
     }
-#endif
-    PP_NAME(walk)(work, &tiled);
+    PP_BY_PAGES(DT, walk)(work, &tiled);
 }
 
-
-#undef PP_NAME
-#undef PP_OF_PAGES
-#undef PP_DTYPE
-#undef PP_PAGES
-#undef PP_ITEM
-#undef PP_COLUMN
-#undef PP_MIXED
-#undef IS_MIXED
-#undef PP_IN_STEPS
-#undef PART_MODE
-#undef IS_FAST
-#undef LOAD2
-#undef LOAD2_HALF
-#undef EVEN_ROW
-#undef ODD_ROW
-#undef WEIGH
-#undef ADD_TO_BLOCKS
-#undef SCORE_VECTORS
-#undef CHAINS_APART
-#undef TILE_SCORES
-#undef TILE_VALUES
+static void chunk_f32(const pp_chunk *work) { chunk(PP_F32, work); }
+static void chunk_f16(const pp_chunk *work) { chunk(PP_F16, work); }
+static void chunk_bf16(const pp_chunk *work) { chunk(PP_BF16, work); }
+static void chunk_mixed(const pp_chunk *work) { chunk(PP_MIXED, work); }

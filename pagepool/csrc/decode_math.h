@@ -77,35 +77,62 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
     return raised;
 }
 
-/* PP_FOR_HEADS defines PP_NAME(name), a function of `heads`, 1 to PP_MAX_HEADS, that does `call` with HEADS, a
- * constant, for `heads`: loops over heads are unrolled in it.  Each number's call is a function by itself, since gcc
- * took half as long again for one that had all.  Where no loop is unrolled HEADS is a variable and one copy of the call
- * serves all numbers: under ASan gcc takes a fourth of the time for it. */
+/* DT, the dtype of a page, is a constant argument of the functions that read pages: a pp_dtype, or PP_MIXED if K, V or
+ * both are quantised or their dtypes differ. */
+enum { PP_MIXED = -1 };
+
+/* Bytes of an element, and from one element of a row to the next: in bf16 two rows are interleaved. */
+PP_INLINE int item_bytes(const int DT) { return DT == PP_F32 ? 4 : 2; }
+PP_INLINE int column_bytes(const int DT) { return DT == PP_F16 ? 2 : 4; }
+/* Whether products take less time than memory takes to deliver: prefetch.h. */
+PP_INLINE int is_fast(const int DT) { return DT == PP_F32; }
+
+/* Functions that are not inlined exist once for each dtype, under the name of the inline function that they call.
+ * PP_FOR_DTYPES defines name_f32, name_f16 and name_bf16, which call `name` with the dtype and `arguments`.
+ * PP_BY_DTYPE is the one for DT. */
+#define PP_FOR_DTYPE(name, suffix, dtype, parameters, ...) \
+    static __attribute__((noinline)) void name##_##suffix parameters { name(dtype, __VA_ARGS__); }
+#define PP_FOR_DTYPES(name, parameters, ...) \
+    PP_FOR_DTYPE(name, f32, PP_F32, parameters, __VA_ARGS__) \
+    PP_FOR_DTYPE(name, f16, PP_F16, parameters, __VA_ARGS__) \
+    PP_FOR_DTYPE(name, bf16, PP_BF16, parameters, __VA_ARGS__)
+#define PP_BY_DTYPE(DT, name) ((DT) == PP_F32 ? name##_f32 : (DT) == PP_F16 ? name##_f16 : name##_bf16)
+
+/* PP_FOR_HEADS defines `name`, a function of `heads`, 1 to PP_MAX_HEADS, that does `call` with HEADS, a constant, for
+ * `heads`: loops over heads are unrolled in it.  Each number's call is a function by itself, since gcc took half as
+ * long again for one that had all.  Where no loop is unrolled HEADS is a variable and one copy of the call serves all
+ * numbers: under ASan gcc takes a fourth of the time for it.  PP_FOR_DTYPES_AND_HEADS defines name_f32, name_f16 and
+ * name_bf16, with DT a constant in `call`, too. */
 #if PP_UNROLLS
 #define PP_HEADS_TO_4(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__)
 #define PP_HEADS_TO_6(DO, ...) PP_HEADS_TO_4(DO, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__)
 #define PP_HEADS_TO_8(DO, ...) PP_HEADS_TO_6(DO, __VA_ARGS__) DO(7, __VA_ARGS__) DO(8, __VA_ARGS__)
 #define PP_EACH_HEADS PP_CAT(PP_HEADS_TO_, PP_MAX_HEADS, )
-#define PP_DEFINE(n, name, parameters, arguments, call) \
-    static __attribute__((noinline)) void PP_NAME(name##_##n) parameters { \
-        enum { HEADS = n }; \
+#define PP_DEFINE(n, name, dtype, parameters, arguments, call) \
+    static __attribute__((noinline)) void name##_##n parameters { \
+        enum { HEADS = n, DT = dtype }; \
         (void)heads; \
         call; \
     }
-#define PP_CASE(n, name, parameters, arguments, call) \
-    case n: PP_NAME(name##_##n) arguments; break;
-#define PP_FOR_HEADS(name, parameters, arguments, call) \
-    PP_EACH_HEADS(PP_DEFINE, name, parameters, arguments, call) \
-    static __attribute__((noinline)) void PP_NAME(name) parameters { \
-        switch (heads) { PP_EACH_HEADS(PP_CASE, name, parameters, arguments, call) } \
+#define PP_CASE(n, name, dtype, parameters, arguments, call) \
+    case n: name##_##n arguments; break;
+#define PP_FOR_HEADS(name, dtype, parameters, arguments, call) \
+    PP_EACH_HEADS(PP_DEFINE, name, dtype, parameters, arguments, call) \
+    static __attribute__((noinline)) void name parameters { \
+        switch (heads) { PP_EACH_HEADS(PP_CASE, name, dtype, parameters, arguments, call) } \
     }
 #else
-#define PP_FOR_HEADS(name, parameters, arguments, call) \
-    static __attribute__((noinline)) void PP_NAME(name) parameters { \
+#define PP_FOR_HEADS(name, dtype, parameters, arguments, call) \
+    static __attribute__((noinline)) void name parameters { \
+        enum { DT = dtype }; \
         const int HEADS = heads; \
         call; \
     }
 #endif
+#define PP_FOR_DTYPES_AND_HEADS(name, parameters, arguments, call) \
+    PP_FOR_HEADS(name##_f32, PP_F32, parameters, arguments, call) \
+    PP_FOR_HEADS(name##_f16, PP_F16, parameters, arguments, call) \
+    PP_FOR_HEADS(name##_bf16, PP_BF16, parameters, arguments, call)
 
 /* Transforms the scores of `heads` rows of the tile that begins `behind` tokens behind the one at hand. */
 PP_INLINE void transform_scores(const pp_tile *tile, int behind, int heads, float *s) {

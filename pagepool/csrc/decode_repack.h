@@ -1,50 +1,64 @@
 /* decode_repack.h: brings the tokens of a tile into the order in which the walk reads them, where they lie in another.
  *
- * Included once per dtype from decode_kernel.h.  Two cases: plain pages, whose K and V are rows; and V within K, which
- * lies token-minor.  The latter is a transposition of words (transpose_block.h, pack_queries.h); a word is an element
- * or, in bf16, a square of two dims and two tokens, whose middle halves change places.  PP_SQUARE_BITS says how large
- * it is. / */
+ * Included once per ISA.  Two cases: plain pages, whose K and V are rows; and V within K, which lies token-minor.  The
+ * latter is a transposition of words (transpose_block.h, pack_queries.h); a word is an element or, in bf16, a square of
+ * two dims and two tokens, whose middle halves change places. */
 
-#define PP_WORD PP_CAT(uint, PP_SQUARE_BITS, _t)
-enum { PP_NAME(WORD_DIMS) = PP_SQUARE_BITS == 64 ? 2 : 1 };
-#if PP_SQUARE_BITS == 64
-#define PP_TRANSPOSE transpose_squares
-#else
-#define PP_TRANSPOSE PP_CAT(transpose_block_, PP_SQUARE_BITS, )
-#endif
+/* Dims, and tokens, of a word; its bytes; words in a row of what is transposed at once. */
+PP_INLINE int word_dims(const int DT) { return DT == PP_BF16 ? 2 : 1; }
+PP_INLINE int word_bytes(const int DT) { return DT == PP_BF16 ? 8 : item_bytes(DT); }
+PP_INLINE int transposed_side(const int DT) { return DT == PP_BF16 ? (int)PP_PAIRS : 8; }
+
+PP_INLINE void transpose_words(const int DT, unsigned char *to, int64_t to_step, const unsigned char *from,
+                               int64_t from_step) {
+    if (DT == PP_BF16)
+        transpose_squares(to, to_step, from, from_step);
+    else if (DT == PP_F16)
+        transpose_block_16(to, to_step, from, from_step);
+    else
+        transpose_block_32(to, to_step, from, from_step);
+}
+
+/* Copies a word, whose middle halves change places in bf16. */
+PP_INLINE void transpose_word(const int DT, unsigned char *to, const unsigned char *from) {
+    uint64_t square;
+    if (DT != PP_BF16) {
+        memcpy(to, from, (size_t)word_bytes(DT));
+        return;
+    }
+    memcpy(&square, from, sizeof square);
+    square = PP_TRANSPOSE_SQUARE(square);
+    memcpy(to, &square, sizeof square);
+}
 
 /* V of a group of 16 tokens out of its K: once for all heads that share it. */
-static __attribute__((noinline)) void PP_NAME(transpose_v)(int v_head_dim, const unsigned char *k, unsigned char *v) {
-    enum { W = sizeof(PP_WORD), COUNT = PP_GROUP / PP_NAME(WORD_DIMS) }; /* words in a row of K: rows of words in V */
+PP_INLINE void transpose_v(const int DT, int v_head_dim, const unsigned char *k, unsigned char *v) {
+    const int W = word_bytes(DT), COUNT = PP_GROUP / word_dims(DT); /* words in a row of K: rows of words in V */
+    const int SIDE = transposed_side(DT);
     for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
-        enum { SIDE = PP_NAME(WORD_DIMS) == 2 ? (int)PP_PAIRS : 8 }; /* of what is transposed at once */
-        const int left = v_head_dim - d, words = (left < PP_V_RUN ? left : PP_V_RUN) / PP_NAME(WORD_DIMS);
+        const int left = v_head_dim - d, words = (left < PP_V_RUN ? left : PP_V_RUN) / word_dims(DT);
         int c = 0;
         for (; c + SIDE <= words; c += SIDE)
             for (int t = 0; t < COUNT; t += SIDE)
-                PP_TRANSPOSE(v + (t * words + c) * W, words * W, k + (c * COUNT + t) * W, COUNT * W);
+                transpose_words(DT, v + (t * words + c) * W, words * W, k + (c * COUNT + t) * W, COUNT * W);
         for (; c < words; c++)
-            for (int t = 0; t < COUNT; t++) {
-                PP_WORD word;
-                memcpy(&word, k + (c * COUNT + t) * W, W);
-                if (PP_NAME(WORD_DIMS) == 2) word = (PP_WORD)PP_TRANSPOSE_SQUARE((uint64_t)word);
-                memcpy(v + (t * words + c) * W, &word, W);
-            }
+            for (int t = 0; t < COUNT; t++)
+                transpose_word(DT, v + (t * words + c) * W, k + (c * COUNT + t) * W);
         k += words * COUNT * W;
         v += words * COUNT * W;
     }
 }
 
 /* One head of the tile's tokens in plain pages, as two groups of a tiled page. */
-static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const pp_kv_layout *tiled, int64_t begin,
-                                                    int32_t head, unsigned char *groups) {
+static __attribute__((noinline)) void pack_tile(const pp_chunk *work, const pp_kv_layout *tiled, int64_t begin,
+                                                int32_t head, unsigned char *groups) {
     const pp_kv_layout *plain = &work->pool->layout;
     const int64_t end = work->end - begin;
     for (int t = begin < work->first ? (int)(work->first - begin) : 0, count; t < PP_TILE && t < end; t += count) {
         const int64_t position = begin + t, offset = position % plain->block_size;
         const int64_t block = work->blocks[position / plain->block_size - work->first_block];
         const unsigned char *at = work->layer + block * plain->block_bytes + head * plain->head_bytes;
-        const int64_t k_step = plain->head_dim * PP_ITEM, v_step = plain->v_head_dim * PP_ITEM;
+        const int64_t k_step = plain->head_dim * plain->item_bytes, v_step = plain->v_head_dim * plain->item_bytes;
         const unsigned char *k = at + offset * k_step, *v = plain->v_in_k ? k : at + plain->k_bytes + offset * v_step;
         unsigned char *group = groups + t / PP_GROUP * tiled->head_bytes;
         /* As many as lie behind each other in the block, up to the end of the group. */
@@ -69,44 +83,43 @@ static __attribute__((noinline)) void PP_NAME(pack)(const pp_chunk *work, const 
     }
 }
 
-#if PP_ITEM == 2
 /* A pair of neighbouring rows, `width` elements wide, as f32: a vector of each. */
-PP_INLINE void PP_NAME(load_pair)(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
+PP_INLINE void load_pair(const int DT, const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
 #if PP_16_REGISTERS
-    *a = EVEN_ROW(rows + column * PP_COLUMN);
-    *b = ODD_ROW(rows + column * PP_COLUMN, width);
+    *a = even_row(DT, rows + column * column_bytes(DT));
+    *b = odd_row(DT, rows + column * column_bytes(DT), width);
 #else
-    LOAD2(rows, width, column, a, b);
+    v_load2(DT, rows, width, column, a, b);
 #endif
 }
 
 /* K of a group of 16 tokens in f32, in the order of a page of f32. */
-static __attribute__((noinline)) void PP_NAME(widen_k)(int head_dim, const unsigned char *k, float *to) {
-    for (int d = 0; d < head_dim; d += 2, k += 2 * PP_GROUP * PP_ITEM, to += 2 * PP_GROUP)
+PP_INLINE void widen_k(const int DT, int head_dim, const unsigned char *k, float *to) {
+    for (int d = 0; d < head_dim; d += 2, k += 2 * PP_GROUP * item_bytes(DT), to += 2 * PP_GROUP)
         for (int j = 0; j < PP_GROUP; j += PP_LANES) {
             pp_v a, b;
-            PP_NAME(load_pair)(k, PP_GROUP, j, &a, &b);
+            load_pair(DT, k, PP_GROUP, j, &a, &b);
             v_store(to + j, a);
             v_store(to + PP_GROUP + j, b);
         }
 }
 
 /* The same of V. */
-static __attribute__((noinline)) void PP_NAME(widen_v)(int v_head_dim, const unsigned char *v, float *to) {
+PP_INLINE void widen_v(const int DT, int v_head_dim, const unsigned char *v, float *to) {
     for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
         const int width = v_head_dim - d < PP_V_RUN ? v_head_dim - d : PP_V_RUN;
-        for (int t = 0; t < PP_GROUP; t += 2, v += 2 * width * PP_ITEM, to += 2 * width) {
+        for (int t = 0; t < PP_GROUP; t += 2, v += 2 * width * item_bytes(DT), to += 2 * width) {
             int c = 0;
             pp_v a, b;
             for (; c + PP_LANES <= width; c += PP_LANES) {
-                PP_NAME(load_pair)(v, width, c, &a, &b);
+                load_pair(DT, v, width, c, &a, &b);
                 v_store(to + c, a);
                 v_store(to + width + c, b);
             }
 #if PP_HALF_TAIL
             if (c == width) continue;
             float rest[2][PP_LANES];
-            LOAD2_HALF(v, width, c, &a, &b);
+            v_load2_half(DT, v, width, c, &a, &b);
             v_store(rest[0], a);
             v_store(rest[1], b);
             memcpy(to + c, rest[0], (size_t)(width - c) * sizeof(float));
@@ -115,8 +128,20 @@ static __attribute__((noinline)) void PP_NAME(widen_v)(int v_head_dim, const uns
         }
     }
 }
-#endif
 
-#undef PP_WORD
-#undef PP_TRANSPOSE
-#undef PP_SQUARE_BITS
+PP_FOR_DTYPES(transpose_v, (int v_head_dim, const unsigned char *k, unsigned char *v), v_head_dim, k, v)
+PP_FOR_DTYPE(widen_k, f16, PP_F16, (int head_dim, const unsigned char *k, float *to), head_dim, k, to)
+PP_FOR_DTYPE(widen_k, bf16, PP_BF16, (int head_dim, const unsigned char *k, float *to), head_dim, k, to)
+PP_FOR_DTYPE(widen_v, f16, PP_F16, (int v_head_dim, const unsigned char *v, float *to), v_head_dim, v, to)
+PP_FOR_DTYPE(widen_v, bf16, PP_BF16, (int v_head_dim, const unsigned char *v, float *to), v_head_dim, v, to)
+
+/* How V within K is laid out as V, and how K and V are widened to f32 in the order of a tiled page. */
+static const struct {
+    void (*transpose_v)(int, const unsigned char *, unsigned char *);
+    void (*widen_k)(int, const unsigned char *, float *);
+    void (*widen_v)(int, const unsigned char *, float *);
+} page_readers[] = {
+    [PP_F32] = {transpose_v_f32, NULL, NULL},
+    [PP_F16] = {transpose_v_f16, widen_k_f16, widen_v_f16},
+    [PP_BF16] = {transpose_v_bf16, widen_k_bf16, widen_v_bf16},
+};

@@ -34,20 +34,20 @@
 static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
                                                                     0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
 
-/* a0 b0 a1 b1 ... of the lower and of the upper halves of two vectors of 8 or 4. */
+/* a0 b0 a1 b1 ... of the lower and of the upper halves of two vectors of 8 or 4; `words` is their type. */
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
-#define PP_INTERLEAVE_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define PP_INTERLEAVE_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#define PP_INTERLEAVE_LOW_4(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define PP_INTERLEAVE_HIGH_4(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#define PP_INTERLEAVE_LOW(words, a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define PP_INTERLEAVE_HIGH(words, a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#define PP_INTERLEAVE_LOW_4(words, a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define PP_INTERLEAVE_HIGH_4(words, a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
 #endif
 #endif
 #ifndef PP_INTERLEAVE_LOW
-#define PP_INTERLEAVE_LOW(a, b) ((PP_BLOCK){a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]})
-#define PP_INTERLEAVE_HIGH(a, b) ((PP_BLOCK){a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]})
-#define PP_INTERLEAVE_LOW_4(a, b) ((PP_BLOCK){a[0], b[0], a[1], b[1]})
-#define PP_INTERLEAVE_HIGH_4(a, b) ((PP_BLOCK){a[2], b[2], a[3], b[3]})
+#define PP_INTERLEAVE_LOW(words, a, b) ((words){a[0], b[0], a[1], b[1], a[2], b[2], a[3], b[3]})
+#define PP_INTERLEAVE_HIGH(words, a, b) ((words){a[4], b[4], a[5], b[5], a[6], b[6], a[7], b[7]})
+#define PP_INTERLEAVE_LOW_4(words, a, b) ((words){a[0], b[0], a[1], b[1]})
+#define PP_INTERLEAVE_HIGH_4(words, a, b) ((words){a[2], b[2], a[3], b[3]})
 #endif
 
 /* Adding it rounds a float of up to 2^22 to a whole number, nearest even, which its last bits hold, counted from those

@@ -14,10 +14,10 @@
 #endif
 
 #include "simd_avx2.h"
+#include "simd_madd.h"
 
 #define PP_ISA avx2
 #define PP_TILE_KERNELS pp_tiles_avx2
-#define PP_INTS "simd_madd.h"
 #include "kernels_of_isa.h"
 
 #if defined(__clang__)

@@ -18,6 +18,7 @@
 #endif
 
 #include "simd_avx512.h"
+#include "simd_vnni.h"
 
 #if PP_WIDE
 #define PP_ISA avx512_wide
@@ -26,20 +27,8 @@
 #define PP_ISA avx512
 #define PP_TILE_KERNELS pp_tiles_avx512
 #endif
+#define PP_OWN_MIXED NULL, NULL, NULL, NULL /* they use AVX512_VNNI */
 #include "kernels_of_isa.h"
-
-/* What computes with integers: cpu.c takes it for all that have AVX512_VNNI, so nothing else may be used here. */
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx512vnni")
-#endif
-
-#include "simd_vnni.h"
-#include "quantised.h"
 
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
 const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) =
@@ -51,7 +40,6 @@ const pp_kernels pp_kernels_amx = PP_KERNELS_("amx", pp_tiles_amx, PP_MIXED_KERN
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
-#pragma GCC pop_options
 #pragma GCC pop_options
 #endif
 

@@ -2,8 +2,8 @@
 #include "kernel_common.h"
 
 #include "simd_baseline.h"
+#include "simd_int.h"
 
 #define PP_ISA baseline
 #define PP_TILE_KERNELS pp_tiles_baseline
-#define PP_INTS "simd_int.h"
 #include "kernels_of_isa.h"

@@ -5,10 +5,10 @@
 #include <arm_neon.h>
 
 #include "simd_neon.h"
+#include "simd_int.h"
 
 #define PP_ISA neon
 #define PP_TILE_KERNELS pp_tiles_neon
-#define PP_INTS "simd_int.h"
 #include "kernels_of_isa.h"
 
 #else

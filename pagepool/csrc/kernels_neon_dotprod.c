@@ -14,10 +14,10 @@
 #endif
 
 #include "simd_neon.h"
+#include "simd_sdot.h"
 
 #define PP_ISA neon_dotprod
 #define PP_TILE_KERNELS pp_tiles_neon
-#define PP_INTS "simd_sdot.h"
 #include "kernels_of_isa.h"
 
 #if defined(__clang__)

@@ -1,5 +1,5 @@
 /* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its
- * target region and after its vocabulary. */
+ * target region and after its vocabularies: of vectors, and of integers. */
 #include "convert_rows.h"
 #include "softmax_math.h"
 #include "block_sums.h"
@@ -8,48 +8,23 @@
 #include "draw_kernel.h"
 #include "prefetch.h"
 
-#define PP_WORD_BITS 16
-#define PP_SIDE 8
 #include "transpose_block.h"
-
-#define PP_WORD_BITS 32
-#if PP_LANES == 4
-#define PP_SIDE 4
-#else
-#define PP_SIDE 8
-#endif
-#include "transpose_block.h"
-
 #include "pack_queries.h"
-
 #include "append_kernel.h"
 
-#define PP_DTYPE f32
-#define PP_ITEM 4
-#define PP_COLUMN 4
-#define PP_SQUARE_BITS 32
-#define PP_IN_STEPS PP_STEPS
-#include "decode_kernel.h"
-
-#define PP_DTYPE f16
-#define PP_ITEM 2
-#define PP_COLUMN 2
-#define PP_SQUARE_BITS 16
-#define PP_IN_STEPS PP_STEPS
-#include "decode_kernel.h"
-
-#define PP_DTYPE bf16
-#define PP_ITEM 2
-#define PP_COLUMN 4
-#define PP_SQUARE_BITS 64
-#define PP_IN_STEPS PP_STEPS
+#if PP_16_REGISTERS
+#include "decode_avx2.h"
+#else
+#include "decode_tile.h"
+#endif
+#include "decode_repack.h"
+#include "quantised_pages.h"
+#include "quantised.h"
 #include "decode_kernel.h"
 
 #include "prefill_common.h"
-
-#define PP_DTYPE exact
 #include "prefill_kernel.h"
-
+#include "prefill_mixed.h"
 
 static void copy_f32(void *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
 
@@ -84,12 +59,8 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 
 #define PP_MIXED_KERNELS chunk_mixed, pack_mixed_queries, prefill_mixed, shared_mixed
-#ifdef PP_INTS /* else other kernels have them */
-#include PP_INTS
-#include "quantised.h"
+#ifndef PP_OWN_MIXED /* NULLs where the CPU may lack the instructions */
 #define PP_OWN_MIXED PP_MIXED_KERNELS
-#else
-#define PP_OWN_MIXED NULL, NULL, NULL, NULL
 #endif
 
 const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_TILE_KERNELS, PP_OWN_MIXED);

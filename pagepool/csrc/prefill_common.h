@@ -71,18 +71,6 @@ static int64_t prefill_bytes(const pp_kv_layout *layout, int32_t rows) {
     return lay_out(layout, rows, NULL, &scratch);
 }
 
-/* How pages of a dtype are brought into the order of a tiled page, and widened to f32 in that order. */
-static const struct {
-    void (*pack)(const pp_chunk *, const pp_kv_layout *, int64_t, int32_t, unsigned char *);
-    void (*transpose_v)(int, const unsigned char *, unsigned char *);
-    void (*widen_k)(int, const unsigned char *, float *);
-    void (*widen_v)(int, const unsigned char *, float *);
-} page_readers[] = {
-    [PP_F32] = {pack_f32, transpose_v_f32, NULL, NULL},
-    [PP_F16] = {pack_f16, transpose_v_f16, widen_k_f16, widen_v_f16},
-    [PP_BF16] = {pack_bf16, transpose_v_bf16, widen_k_bf16, widen_v_bf16},
-};
-
 /* What is prefetched behind the last groups. */
 static void list_behind(int groups, const unsigned char **k, const unsigned char **v) {
     for (int i = groups; i < groups + 2; i++) {
@@ -116,7 +104,7 @@ static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, const pre
                 v[i] = staged + k_bytes;
             }
         } else {
-            if (i % 2 == 0) page_readers[layout->dtype].pack(chunk, &tiled, first + i * PP_GROUP, head, staged);
+            if (i % 2 == 0) pack_tile(chunk, &tiled, first + i * PP_GROUP, head, staged);
             k[i] = staged;
             v[i] = staged + k_bytes;
         }

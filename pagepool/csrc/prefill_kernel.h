@@ -1,14 +1,11 @@
 /* prefill_kernel.h: query tokens of one sequence and kv head over all tokens that they see, in exact arithmetic.
  *
- * Included once per ISA after prefill_common.h, with PP_DTYPE defined as exact.  Reads groups of f32: other dtypes are
- * widened chunk by chunk, once for all rows of the unit. */
-#define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
-#define WEIGH weigh
-
+ * Included once per ISA after prefill_common.h.  Reads groups of f32: other dtypes are widened chunk by
+ * chunk, once for all rows of the unit. */
 
 /* sum[r][j] += x[j] * y[r * step], for rows x vectors that are in registers. */
-PP_INLINE void PP_NAME(add_outer)(const int ROWS, const int NV, const pp_v *x, const float *y, const int64_t step,
-                                  pp_v *sum) {
+PP_INLINE void add_outer(const int ROWS, const int NV, const pp_v *x, const float *y, const int64_t step,
+                         pp_v *sum) {
     PP_UNROLL for (int r = 0; r < ROWS; r++) {
         const pp_broadcast all = v_broadcast(y + r * step);
         PP_UNROLL for (int j = 0; j < NV; j++) sum[r * NV + j] = v_fma_broadcast(x[j], all, sum[r * NV + j]);
@@ -16,8 +13,8 @@ PP_INLINE void PP_NAME(add_outer)(const int ROWS, const int NV, const pp_v *x, c
 }
 
 /* Scores of NV vectors of tokens for all rows: the chain over even dims or that over ODD ones, which is added to it. */
-PP_INLINE void PP_NAME(panel_chain)(const int NV, const int ODD, const pp_panel *panel, const unsigned char *const *k,
-                                    float *s) {
+PP_INLINE void panel_chain(const int NV, const int ODD, const pp_panel *panel, const unsigned char *const *k,
+                           float *s) {
     enum { FLOATS = 2, PAIR_BYTES = PP_GROUP * 4 * FLOATS }; /* of packed queries; of K */
     const int64_t bytes = panel->head_dim / 2 * PAIR_BYTES;
     const float *q = panel->q + ODD;
@@ -36,7 +33,7 @@ PP_INLINE void PP_NAME(panel_chain)(const int NV, const int ODD, const pp_panel 
             x[j] = v_load((const float *)(at[j] + i));
             if (j * PP_LANES * 4 % 64 == 0) prefetch_into_l1(at_distance(at[j] + i, ahead[j]));
         }
-        PP_NAME(add_outer)(PP_PANEL, NV, x, q, FLOATS, sum);
+        add_outer(PP_PANEL, NV, x, q, FLOATS, sum);
     }
     PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
         PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -45,25 +42,25 @@ PP_INLINE void PP_NAME(panel_chain)(const int NV, const int ODD, const pp_panel 
         }
 }
 
-static __attribute__((noinline)) void PP_NAME(panel_chains)(const pp_panel *panel, const unsigned char *const *k,
-                                                            float *s) {
-    PP_NAME(panel_chain)(PP_PANEL_SCORES, 0, panel, k, s);
+static __attribute__((noinline)) void panel_chains(const pp_panel *panel, const unsigned char *const *k,
+                                                   float *s) {
+    panel_chain(PP_PANEL_SCORES, 0, panel, k, s);
     PP_OPAQUE(s); /* or the first chain's sums stay in registers, which the second one needs */
-    PP_NAME(panel_chain)(PP_PANEL_SCORES, 1, panel, k, s);
+    panel_chain(PP_PANEL_SCORES, 1, panel, k, s);
 }
 
 #if PP_PANEL_SCORES * PP_LANES > PP_GROUP
 /* The same of one group: at the diagonal the other one is often not seen. */
-static __attribute__((noinline)) void PP_NAME(panel_chains_of_group)(const pp_panel *panel,
-                                                                     const unsigned char *const *k, float *s) {
-    PP_NAME(panel_chain)(PP_GROUP / PP_LANES, 0, panel, k, s);
+static __attribute__((noinline)) void panel_chains_of_group(const pp_panel *panel,
+                                                            const unsigned char *const *k, float *s) {
+    panel_chain(PP_GROUP / PP_LANES, 0, panel, k, s);
     PP_OPAQUE(s);
-    PP_NAME(panel_chain)(PP_GROUP / PP_LANES, 1, panel, k, s);
+    panel_chain(PP_GROUP / PP_LANES, 1, panel, k, s);
 }
 #endif
 
 /* Scores of the tiles that are seen; of one whose second group nobody sees, those of the first. */
-static void PP_NAME(panel_scores)(pp_panel *panel, const unsigned char *const *k) {
+static void panel_scores(pp_panel *panel, const unsigned char *const *k) {
     enum { PER_GROUP = PP_GROUP / PP_LANES, VECTORS = PP_TILE / PP_LANES };
     for (int t = panel->first; t < panel->end; t++) {
         uint32_t seen = 0;
@@ -74,17 +71,17 @@ static void PP_NAME(panel_scores)(pp_panel *panel, const unsigned char *const *k
             at[j] = k[2 * t + j / PER_GROUP] + j % PER_GROUP * PP_LANES * 4;
 #if PP_PANEL_SCORES * PP_LANES > PP_GROUP
         if (vectors < VECTORS) {
-            PP_NAME(panel_chains_of_group)(panel, at, panel->s[t]);
+            panel_chains_of_group(panel, at, panel->s[t]);
             continue;
         }
 #endif
         for (int j = 0; j < vectors; j += PP_PANEL_SCORES)
-            PP_NAME(panel_chains)(panel, at + j, panel->s[t] + j * PP_LANES);
+            panel_chains(panel, at + j, panel->s[t] + j * PP_LANES);
     }
 }
 
 /* Makes scores weights, and adds these up. */
-static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, int64_t begin) {
+static __attribute__((noinline)) void panel_softmax(pp_panel *panel, int64_t begin) {
     float *sums = panel->sums;
     const int64_t stride = panel->row_stride;
     for (int t = panel->first; t < panel->end; t++) {
@@ -93,14 +90,14 @@ static __attribute__((noinline)) void PP_NAME(panel_softmax)(pp_panel *panel, in
         if (!panel->whole[t]) mask_panel(panel, t, s);
         panel->raised[t] = (uint8_t)raise_if_above(PP_PANEL, s, panel->m, sums, stride, panel->rescale[t]);
         PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
-            WEIGH(s + r * PP_TILE, panel->m[r], sums + (r + 1) * stride - PP_GROUP);
+            weigh(s + r * PP_TILE, panel->m[r], sums + (r + 1) * stride - PP_GROUP);
     }
 }
 
 /* Adds p V of the chunk's tokens [from, to), which begin and end at pairs and of which a pass of rows sees all, to NV
  * vectors of dims.  `offset` leads to them in a group, rows of which are `width` words wide. */
-PP_INLINE void PP_NAME(run_of_values)(const int NV, const pp_panel *panel, const unsigned char *const *v, int from,
-                                      int to, int r0, int64_t offset, int64_t width, float *sums) {
+PP_INLINE void run_of_values(const int NV, const pp_panel *panel, const unsigned char *const *v, int from,
+                             int to, int r0, int64_t offset, int64_t width, float *sums) {
     pp_v sum[PP_VALUE_ROWS * 4];
     PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
         PP_UNROLL for (int j = 0; j < NV; j++)
@@ -121,7 +118,7 @@ PP_INLINE void PP_NAME(run_of_values)(const int NV, const pp_panel *panel, const
                 x[j] = v_load((const float *)row + j * PP_LANES);
                 if (j * PP_LANES * 4 % 64 == 0) prefetch_into_l1(at_distance(row, ahead) + j * PP_LANES * 4);
             }
-            PP_NAME(add_outer)(PP_VALUE_ROWS, NV, x, p, PP_TILE, sum);
+            add_outer(PP_VALUE_ROWS, NV, x, p, PP_TILE, sum);
         }
     }
     PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
@@ -130,8 +127,8 @@ PP_INLINE void PP_NAME(run_of_values)(const int NV, const pp_panel *panel, const
 }
 
 /* Adds p V of the tokens of a tile that one row sees to its dims from `column` on. */
-static __attribute__((noinline)) void PP_NAME(values_of_row)(const unsigned char *const *v, int dims, int column,
-                                                             uint32_t seen, const float *p, float *sums) {
+static __attribute__((noinline)) void values_of_row(const unsigned char *const *v, int dims, int column,
+                                                    uint32_t seen, const float *p, float *sums) {
     for (int d = column, next; d < dims; d = next) {
         const int run = d / PP_V_RUN * PP_V_RUN, width = dims - run < PP_V_RUN ? dims - run : PP_V_RUN;
         const int left = run + width - d;
@@ -150,37 +147,37 @@ static __attribute__((noinline)) void PP_NAME(values_of_row)(const unsigned char
                 x = v_load((const float *)row);
             }
             bits &= bits - 1;
-            PP_NAME(add_outer)(1, 1, &x, p + token, 0, &sum);
+            add_outer(1, 1, &x, p + token, 0, &sum);
         }
         v_store(sums + d, sum);
     }
 }
 
 /* The chunk's tokens [from, to), all of which a pass of rows sees. */
-static __attribute__((noinline)) void PP_NAME(common_values)(const pp_panel *panel, const unsigned char *const *v,
-                                                             int from, int to, int r0) {
+static __attribute__((noinline)) void common_values(const pp_panel *panel, const unsigned char *const *v,
+                                                    int from, int to, int r0) {
     enum { COLUMNS = PP_PANEL_VALUES * PP_LANES, RUN_BYTES = PP_V_RUN * PP_GROUP * 4 };
     _Static_assert(PP_V_RUN % COLUMNS == 0, "passes of values are within runs");
     float *sums = panel->sums + r0 * panel->row_stride;
     const int dims = panel->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN, width = dims - whole;
     int d = 0;
     for (; d < whole; d += COLUMNS)
-        PP_NAME(run_of_values)(PP_PANEL_VALUES, panel, v, from, to, r0,
-                               (int64_t)(d / PP_V_RUN) * RUN_BYTES + d % PP_V_RUN * 4, PP_V_RUN, sums + d);
+        run_of_values(PP_PANEL_VALUES, panel, v, from, to, r0,
+                      (int64_t)(d / PP_V_RUN) * RUN_BYTES + d % PP_V_RUN * 4, PP_V_RUN, sums + d);
     for (; d + PP_LANES <= dims; d += PP_LANES)
-        PP_NAME(run_of_values)(1, panel, v, from, to, r0, (int64_t)(whole / PP_V_RUN) * RUN_BYTES + (d - whole) * 4,
-                               width, sums + d);
+        run_of_values(1, panel, v, from, to, r0, (int64_t)(whole / PP_V_RUN) * RUN_BYTES + (d - whole) * 4,
+                      width, sums + d);
     for (int t = from / PP_TILE; d < dims && t * PP_TILE < to; t++)
         for (int r = 0; r < PP_VALUE_ROWS; r++) { /* the last 8 dims of rows that are no multiple of a vector */
             float *row = sums + r * panel->row_stride;
             if (panel->raised[t]) v_store(row + d, v_mul(v_load(row + d), v_set1(panel->rescale[t][r0 + r])));
-            PP_NAME(values_of_row)(v + 2 * t, dims, d, pp_bits_between(0, to - t * PP_TILE),
-                                   panel->s[t] + (r0 + r) * PP_TILE, row);
+            values_of_row(v + 2 * t, dims, d, pp_bits_between(0, to - t * PP_TILE),
+                          panel->s[t] + (r0 + r) * PP_TILE, row);
         }
 }
 
 /* Adds p V of the chunk: the tokens that all rows of a pass see together, the others row by row. */
-static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *const *v) {
+static void panel_values(const pp_panel *panel, const unsigned char *const *v) {
     for (int r0 = 0; r0 < panel->rows; r0 += PP_VALUE_ROWS)
         for (int t = panel->first; t < panel->end;) {
             const int from = t * PP_TILE;
@@ -189,7 +186,7 @@ static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *co
                 all = tokens_in_common(panel, t, r0);
                 to = t * PP_TILE + all;
             }
-            if (from < to) PP_NAME(common_values)(panel, v, from, to, r0);
+            if (from < to) common_values(panel, v, from, to, r0);
             if (all == PP_TILE) continue;
             const int last = t - 1;
             for (int r = r0; r < r0 + PP_VALUE_ROWS && r < panel->rows; r++) {
@@ -199,36 +196,32 @@ static void PP_NAME(panel_values)(const pp_panel *panel, const unsigned char *co
                     for (int d = 0; d < panel->row_stride - PP_GROUP; d += PP_LANES)
                         v_store(sums + d, v_mul(v_load(sums + d), v_set1(panel->rescale[last][r])));
                 if (left)
-                    PP_NAME(values_of_row)(v + 2 * last, panel->v_head_dim, 0, left, panel->s[last] + r * PP_TILE,
-                                           sums);
+                    values_of_row(v + 2 * last, panel->v_head_dim, 0, left, panel->s[last] + r * PP_TILE,
+                                  sums);
             }
         }
 }
 
-static void PP_NAME(panel_chunk)(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
-                                 const unsigned char *const *k, const unsigned char *const *v) {
+static void panel_chunk(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
+                        const unsigned char *const *k, const unsigned char *const *v) {
     (void)layout;
-    PP_NAME(panel_scores)(panel, k);
-    PP_NAME(panel_softmax)(panel, begin);
-    PP_NAME(panel_values)(panel, v);
+    panel_scores(panel, k);
+    panel_softmax(panel, begin);
+    panel_values(panel, v);
 }
 
-static void PP_NAME(pack_panel)(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
-                                float *widened, float *to) {
+static void pack_panel_exact(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
+                             float *widened, float *to) {
     (void)chunk, (void)kv_head;
     pack_panel(panel, q_dtype, widened, to);
 }
 
-static void PP_NAME(read_chunk)(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
-                                const unsigned char **k, const unsigned char **v) {
+static void read_chunk_exact(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
+                             const unsigned char **k, const unsigned char **v) {
     read_chunk(chunk, head, 1, scratch, k, v);
 }
 
-static const panel_ways PP_NAME(ways) = {PP_NAME(pack_panel), PP_NAME(read_chunk), PP_NAME(panel_chunk)};
+static const panel_ways ways_exact = {pack_panel_exact, read_chunk_exact, panel_chunk};
 
-static void PP_NAME(prefill)(const pp_query_block *work) { run_prefill(work, &PP_NAME(ways)); }
-static void PP_NAME(shared)(const pp_shared *work) { run_shared(work, &PP_NAME(ways)); }
-
-#undef PP_NAME
-#undef PP_DTYPE
-#undef WEIGH
+static void prefill_exact(const pp_query_block *work) { run_prefill(work, &ways_exact); }
+static void shared_exact(const pp_shared *work) { run_shared(work, &ways_exact); }

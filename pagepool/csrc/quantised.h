@@ -1,5 +1,5 @@
-/* quantised.h: attention over pages whose K, V or both are quantised, or whose dtypes differ.  Once per instruction set
- * for integers, after the kernels of the other dtypes and one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
+/* quantised.h: the work on a tile of pages whose K, V or both are quantised, or whose dtypes differ.  Included once per
+ * ISA, after one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
  *
  * All sums over quantised elements are sums of integers, which have no order: every instruction set, decode and prefill
  * have the same bits.  The other factors are made integers, too (reference/canonical.py):
@@ -12,10 +12,6 @@
  *
  * What is not quantised is read as f32, and added up as exact arithmetic does.  K and V that cannot be read as they are
  * (int4, 16 bit) are brought into scratch first: int4 in the order of int8, 16 bit in that of f32. */
-
-#ifndef PP_INT_DATA
-#define PP_INT_DATA pp_ints
-#endif
 
 enum { INT_MOST = 32512, INT_WORDS = 2, INT_COLUMNS = PP_GROUP / PP_LANES };
 
@@ -57,52 +53,6 @@ static void pack_mixed_queries(float *to, const pp_queries *from, const pp_kv_la
         pack_queries(to, from, layout, group_size, num_queries, sm_scale, NULL);
 }
 
-/* The lower and the upper halves of N bytes, each of them more by `add`: N bytes, and N bytes. */
-#define PP_UNPACK(N) \
-    PP_INLINE void unpack_##N(unsigned char *to, int64_t upper, const unsigned char *from, uint8_t add) { \
-        typedef uint8_t bytes __attribute__((vector_size(N))); \
-        bytes x, low, high; \
-        memcpy(&x, from, sizeof x); \
-        low = (x & 15) + add; \
-        high = (x >> 4) + add; \
-        memcpy(to, &low, sizeof low); \
-        memcpy(to + upper, &high, sizeof high); \
-    }
-PP_UNPACK(64)
-PP_UNPACK(16)
-#undef PP_UNPACK
-
-/* int4 of a group of one head in the order of int8, scales included. */
-static __attribute__((noinline)) void unpack_int4(int is_v, int32_t dims, const unsigned char *from,
-                                                  unsigned char *to) {
-    const uint8_t add = is_v ? (uint8_t)-8 : 120;
-    memcpy(to + pp_scales_at(PP_INT8, dims), from + pp_scales_at(PP_INT4, dims), PP_GROUP * sizeof(float));
-    for (int32_t d = 0, width; d < dims; d += width) {
-        width = is_v ? pp_run_width(dims, d) : 8;
-        /* Rows of `bytes`, whose lower halves come first: K's of 4 dims, V's of half of the run for 4 tokens. */
-        const int bytes = is_v ? width * 2 : PP_GROUP * 4;
-        for (int row = 0; row < width * PP_GROUP / 2; row += bytes, to += bytes)
-            for (int i = 0, step; i < bytes; i += step, from += step, to += step) {
-                step = bytes % 64 ? 16 : 64;
-                if (step == 64)
-                    unpack_64(to, bytes, from, add);
-                else
-                    unpack_16(to, bytes, from, add);
-            }
-    }
-}
-
-/* A head's K or V of a group as it is read: where it lies, or in `scratch`. */
-static const unsigned char *bring_in(int32_t dtype, int is_v, int32_t dims, const unsigned char *from,
-                                     unsigned char *scratch) {
-    if (!pp_brought_in_bytes(dtype, dims)) return from;
-    if (dtype == PP_INT4)
-        unpack_int4(is_v, dims, from, scratch);
-    else
-        (is_v ? page_readers[dtype].widen_v : page_readers[dtype].widen_k)(dims, from, (float *)(void *)scratch);
-    return scratch;
-}
-
 /* In two loops, since PP_UNROLL unrolls no more than 16 rounds: left as a loop it keeps all sums in memory. */
 PP_INLINE void ints_clear(const int COUNT, pp_ints *sums) {
     PP_UNROLL for (int i = 0; i < COUNT; i++)
@@ -118,7 +68,7 @@ PP_INLINE void int_scores_at(const int HEADS, const int NV, const unsigned char 
     ints_clear(HEADS * NV, sums);
     const float *words = q;
     for (int32_t at = 0; at < head_dim * PP_GROUP; at += 4 * PP_GROUP) {
-        PP_INT_DATA data[2 * INT_DATA];
+        pp_int_data data[2 * INT_DATA];
         words += q_step;
         PP_UNROLL for (int j = 0; j < NV; j++) {
             ints_load_k(k[j] + at, data + j * INT_DATA);
@@ -217,7 +167,7 @@ PP_INLINE void int_values_at(const int HEADS, const int NV, const unsigned char 
         const unsigned char *row = v[j] + at + column * 4;
         const int64_t ahead = next ? distance_of(next[j], v[j]) : 0;
         for (int four = 0; four < PP_GROUP / 4; four++, row += width * 4, words += INT_WORDS) {
-            PP_INT_DATA data[4 * INT_DATA];
+            pp_int_data data[4 * INT_DATA];
             PP_UNROLL for (int i = 0; i < NV; i++) {
                 ints_load_v(row + i * 64, data + i * INT_DATA);
                 if (!next) continue;
@@ -346,12 +296,6 @@ PP_INLINE void wide_values(const int HEADS, const unsigned char *const *v, int32
     }
 }
 
-#define PP_DTYPE mixed
-#define PP_MIXED 1
-#define PP_IN_STEPS 0
-#define PP_NAME(name) PP_CAT(name, _, PP_DTYPE)
-enum { PP_NAME(QUERY_PAIR) = 2 };
-
 /* One tile of one kv head for HEADS of its rows that see the same of it: decode_tile.h. */
 PP_INLINE void mixed_tile(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
                           int mode) {
@@ -375,88 +319,7 @@ PP_INLINE void mixed_tile(const int HEADS, const pp_tile *tile, const float *q, 
         wide_values(HEADS, tile->v, tile->v_head_dim, tile->seen, s, scales, rows, tile->row_stride);
 }
 
-PP_FOR_HEADS(one_tile_of, (int heads, const pp_tile *tile, const float *q, int q_step, float *rows, float *m, int mode),
+PP_FOR_HEADS(one_tile_mixed, PP_MIXED,
+             (int heads, const pp_tile *tile, const float *q, int q_step, float *rows, float *m, int mode),
              (heads, tile, q, q_step, rows, m, mode),
              mixed_tile(HEADS, tile, q, q_step, rows, m, mode))
-
-#include "decode_kernel.h"
-
-/* Scores and values of a panel's tiles (prefill_common.h), half of its rows at a time. */
-enum { PANEL_PASS = PP_PANEL / 2 };
-_Static_assert((int)PANEL_PASS <= (int)PP_MAX_HEADS, "a pass has sums for half of a panel");
-
-static __attribute__((noinline)) void int_scores_of_panel(const float *q, int32_t head_dim,
-                                                          const unsigned char *const *k, float *s) {
-    for (int r = 0; r < PP_PANEL; r += PANEL_PASS)
-        int_scores(PANEL_PASS, k, r ? NULL : k + 2, head_dim, q + r * INT_WORDS, PP_PANEL * INT_WORDS, s + r * PP_TILE);
-}
-
-static __attribute__((noinline)) void int_values_of_panel(const pp_panel *panel, int t, int r0,
-                                                          const unsigned char *const *v) {
-    int_values(PANEL_PASS, v, r0 ? NULL : v + 2, panel->v_head_dim, panel->s[t] + r0 * PP_TILE,
-               panel->raised[t] ? panel->rescale[t] + r0 : NULL, panel->sums + r0 * panel->row_stride,
-               panel->row_stride);
-}
-
-static void mixed_scores(pp_panel *panel, const pp_kv_layout *layout, const unsigned char *const *k) {
-    if (!pp_is_quantised(layout->dtype)) {
-        panel_scores_exact(panel, k);
-        return;
-    }
-    for (int t = panel->first; t < panel->end; t++)
-        int_scores_of_panel(panel->q, panel->head_dim, k + 2 * t, panel->s[t]);
-}
-
-static void mixed_values(const pp_panel *panel, const pp_kv_layout *layout, const unsigned char *const *v) {
-    if (!pp_is_quantised(layout->v_dtype)) {
-        panel_values_exact(panel, v);
-        return;
-    }
-    for (int t = panel->first; t < panel->end; t++)
-        for (int r = 0; r < panel->rows; r += PANEL_PASS) int_values_of_panel(panel, t, r, v + 2 * t);
-}
-
-static void pack_panel_mixed(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
-                             float *widened, float *to) {
-    const pp_kv_layout *layout = &chunk->pool->layout;
-    const float *queries[PP_QUERY_ROWS] = {NULL}, *channels = chunk->k_channel_scale;
-    if (!pp_is_quantised(layout->dtype)) {
-        pack_panel(panel, q_dtype, widened, to);
-        return;
-    }
-    list_queries(panel, q_dtype, widened, queries);
-    transpose_quantised(to, NULL, PP_PANEL * INT_WORDS, queries, PP_PANEL, panel->head_dim, panel->tile.scale,
-                        channels ? channels + (int64_t)kv_head * panel->head_dim : NULL);
-}
-
-static void read_chunk_mixed(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
-                             const unsigned char **k, const unsigned char **v) {
-    const pp_kv_layout *layout = &chunk->pool->layout;
-    const int64_t first = chunk->first / PP_TILE * PP_TILE;
-    const int64_t k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
-    const int64_t step = pp_brought_in_bytes_of(layout);
-    const unsigned char *list[PP_CHUNK_GROUPS];
-    const int groups = (int)((chunk->end - first + PP_TILE - 1) / PP_TILE * 2);
-    pp_list_groups(chunk, chunk->end, list);
-    for (int i = 0; i < groups; i++) {
-        const unsigned char *group = list[i] + head * layout->head_bytes;
-        unsigned char *to = scratch->groups + i * step;
-        k[i] = bring_in(layout->dtype, 0, layout->head_dim, group, to);
-        v[i] = bring_in(layout->v_dtype, 1, layout->v_head_dim, group + layout->k_bytes, to + k_bytes);
-    }
-    list_behind(groups, k, v);
-}
-
-static void panel_chunk_mixed(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
-                              const unsigned char *const *k, const unsigned char *const *v) {
-    mixed_scores(panel, layout, k);
-    panel_softmax_exact(panel, begin);
-    mixed_values(panel, layout, v);
-}
-
-static const panel_ways ways_mixed = {pack_panel_mixed, read_chunk_mixed, panel_chunk_mixed};
-
-static void prefill_mixed(const pp_query_block *work) { run_prefill(work, &ways_mixed); }
-static void shared_mixed(const pp_shared *work) { run_shared(work, &ways_mixed); }
-
-#undef PP_INT_DATA

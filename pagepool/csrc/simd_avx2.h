@@ -6,7 +6,7 @@
 #define PP_PANEL_VALUES 2
 #define PP_STEPS 0
 #define PP_HALF_TAIL 0 /* 8 divides every head_dim */
-#define PP_16_REGISTERS 1 /* decode_few.h */
+#define PP_16_REGISTERS 1 /* decode_avx2.h */
 
 typedef __m256 pp_v;
 
@@ -115,9 +115,3 @@ static inline void v_store_f16(uint16_t *to, pp_v a) {
     _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
 static inline pp_v v_load_f16(const uint16_t *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
-
-/* Accumulators that fit into 16 registers, of arithmetic of bf16 (exact is decode_few.h's): heads of a pass over the
- * scores and vectors of each (two chains each), value vectors, for a number of heads. */
-static inline int score_heads(int heads) { return heads <= 3 ? heads : (heads + 1) / 2; }
-static inline int score_vectors(int heads) { return heads == 1 ? 4 : 2; }
-static inline int value_vectors(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 2; }

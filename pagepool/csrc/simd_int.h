@@ -2,7 +2,6 @@
 typedef struct pp_int_columns { int32_t of[PP_GROUP]; } pp_ints;
 typedef struct pp_factor { int32_t of[4]; } pp_factor;
 typedef const unsigned char *pp_int_data;
-#define PP_INT_DATA pp_int_data
 enum { INT_DATA = 1, INT_SUMS = 1, INT_REGISTERS = 2 };
 
 PP_INLINE void ints_load_k(const unsigned char *row, pp_int_data *data) { *data = row; }

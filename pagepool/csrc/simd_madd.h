@@ -2,6 +2,7 @@
  * target region.  (vpmaddubsw, of bytes, saturates.)  A factor is four words of 16 bits, for four neighbouring bytes;
  * sums are of two of them. */
 typedef __m256i pp_ints;
+typedef pp_ints pp_int_data;
 typedef __m256i pp_factor;
 enum { INT_DATA = 4, INT_SUMS = 4, INT_REGISTERS = 8 };
 

@@ -5,6 +5,7 @@
 #include "int_parts.h"
 
 typedef int32x4_t pp_ints;
+typedef pp_ints pp_int_data;
 typedef int32x2_t pp_factor;
 enum { INT_DATA = 4, INT_SUMS = 8, INT_REGISTERS = 24 };
 

@@ -5,6 +5,7 @@
 #include "int_parts.h"
 
 typedef __m512i pp_ints;
+typedef pp_ints pp_int_data;
 typedef struct pp_factor { __m512i part[2]; } pp_factor;
 enum { INT_DATA = 1, INT_SUMS = 2, INT_REGISTERS = 24 };
 

@@ -1,0 +1,53 @@
+/* quantised_pages.h: readers of quantised pages: bring K and V of a group into an order that kernels read.  Included
+ * once per ISA, after decode_repack.h. */
+
+/* The lower and the upper halves of 64, or 16, bytes, each of them more by `add`. */
+PP_INLINE void unpack_64(unsigned char *to, int64_t upper, const unsigned char *from, uint8_t add) {
+    typedef uint8_t bytes __attribute__((vector_size(64)));
+    bytes x, low, high;
+    memcpy(&x, from, sizeof x);
+    low = (x & 15) + add;
+    high = (x >> 4) + add;
+    memcpy(to, &low, sizeof low);
+    memcpy(to + upper, &high, sizeof high);
+}
+PP_INLINE void unpack_16(unsigned char *to, int64_t upper, const unsigned char *from, uint8_t add) {
+    typedef uint8_t bytes __attribute__((vector_size(16)));
+    bytes x, low, high;
+    memcpy(&x, from, sizeof x);
+    low = (x & 15) + add;
+    high = (x >> 4) + add;
+    memcpy(to, &low, sizeof low);
+    memcpy(to + upper, &high, sizeof high);
+}
+
+/* int4 of a group of one head in the order of int8, scales included. */
+static __attribute__((noinline)) void unpack_int4(int is_v, int32_t dims, const unsigned char *from,
+                                                  unsigned char *to) {
+    const uint8_t add = is_v ? (uint8_t)-8 : 120;
+    memcpy(to + pp_scales_at(PP_INT8, dims), from + pp_scales_at(PP_INT4, dims), PP_GROUP * sizeof(float));
+    for (int32_t d = 0, width; d < dims; d += width) {
+        width = is_v ? pp_run_width(dims, d) : 8;
+        /* Rows of `bytes`, whose lower halves come first: K's of 4 dims, V's of half of the run for 4 tokens. */
+        const int bytes = is_v ? width * 2 : PP_GROUP * 4;
+        for (int row = 0; row < width * PP_GROUP / 2; row += bytes, to += bytes)
+            for (int i = 0, step; i < bytes; i += step, from += step, to += step) {
+                step = bytes % 64 ? 16 : 64;
+                if (step == 64)
+                    unpack_64(to, bytes, from, add);
+                else
+                    unpack_16(to, bytes, from, add);
+            }
+    }
+}
+
+/* A head's K or V of a group as it is read: where it lies, or in `scratch`. */
+static const unsigned char *bring_in(int32_t dtype, int is_v, int32_t dims, const unsigned char *from,
+                                     unsigned char *scratch) {
+    if (!pp_brought_in_bytes(dtype, dims)) return from;
+    if (dtype == PP_INT4)
+        unpack_int4(is_v, dims, from, scratch);
+    else
+        (is_v ? page_readers[dtype].widen_v : page_readers[dtype].widen_k)(dims, from, (float *)(void *)scratch);
+    return scratch;
+}
