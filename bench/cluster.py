@@ -244,12 +244,21 @@ def run(cluster: Running, number: int, kill: str, texts: list[str], wanted: list
         ["seconds until all answers were whole", f"{seconds:.1f}"],
     ]
     show(f"cluster, run {number}, killed: {kill}", [], rows)
-    draw(answers, began, killed_at, kill)
+    draw(answers, began, killed_at, f"{kill} {victim}" if victim != kill else kill)
     return wrong == 0 and apart <= 0.01 and not any(in_use.values()) and all(answer.is_whole for answer in answers)
 
 
-def draw(answers: list[Answer], began: float, killed_at: float, kill: str) -> None:
-    """Draw one line per request with its token arrivals, grouped by shared prefix, and the time of the kill."""
+def longest_gap(answers: list[Answer], killed_at: float) -> float:
+    """Return the longest time without a token of one request that lasted over the kill or began after it."""
+    pairs = [pair for answer in answers for pair in zip(answer.times, answer.times[1:], strict=False)]
+    return max((after - before for before, after in pairs if after > killed_at), default=0.0)
+
+
+def draw(answers: list[Answer], began: float, killed_at: float, killed: str) -> None:
+    """Draw one line per request with its token arrivals, grouped by shared prefix, and the time of the kill.
+
+    killed  role and name of the process that was killed
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")
@@ -258,10 +267,13 @@ def draw(answers: list[Answer], began: float, killed_at: float, kill: str) -> No
     for place, number in enumerate(order):
         times = [at - began for at in answers[number].times]
         colour = COLOURS[number % NUM_BEGINNINGS]
-        axes.plot(times, [place] * len(times), "|", color=colour, markersize=4, markeredgewidth=0.7)
+        label = f"beginning {number + 1}" if number < NUM_BEGINNINGS else None
+        axes.plot(times, [place] * len(times), "|", color=colour, markersize=4, markeredgewidth=0.7, label=label)
     if killed_at:
         axes.axvline(killed_at - began, color="#1a1a1a", linewidth=1)
-        axes.text(killed_at - began, len(answers), f" kill -9: {kill}", va="bottom")
+        gap = longest_gap(answers, killed_at)
+        axes.text(killed_at - began, len(answers), f" kill -9: {killed}, longest gap {gap:.1f} s", va="bottom")
+    figure.legend(loc="outside right upper", fontsize="small", markerscale=3, title="each mark is a token")
     axes.set(xlabel="seconds", ylabel="requests, by shared beginning", yticks=[], xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     PICTURE.parent.mkdir(exist_ok=True)
