@@ -101,7 +101,7 @@ def weights_digest(folder: str | Path, known: str | Path | None = None) -> str:
     Parameters
     ----------
     folder : path
-        Has config.json and weights (*.safetensors, *.bin), as `save_pretrained` writes them.
+        Has config.json and weights (`*.safetensors`, `*.bin`), as `save_pretrained` writes them.
     known : path or None
         A file that remembers the digests of files by inode, size and time of the last change, so that only new files
         are read. It is written again when it does not have them all. None: every file is read.
