@@ -23,8 +23,8 @@ from pagepool.prefix.radix_tree import token_row
 __all__ = ["RULES", "Choice", "Router"]
 
 RULES = ("cost", "prefix")
-# A computed token delays this request, and later ones while the worker is busy. With weight 1 two workers computed up
-# to 8 % more tokens of recorded traffic than with the rule "prefix", with weight 2 at most 2 %.
+# A computed token delays this request, and later ones while the worker is busy. In a model of the queues, eight workers
+# computed 3.3 % more tokens of mooncake_synthetic than with the rule "prefix" at weight 1, and 1.2 % more at weight 2.
 COMPUTE_WEIGHT = 2.0
 AVERAGED = 256  # choices over which the router averages what prompts cost
 
