@@ -22,8 +22,6 @@ TARGET = 2.0  # phrases per 1,000 words
 LIMITS = {
     ".": 7.0,
     ".ci": 7.0,
-    "pagepool": 5.0,
-    "pagepool/attention": 4.0,
     "pagepool/cluster": 13.0,
     "pagepool/csrc": 16.0,
     "pagepool/integrations": 19.0,

@@ -1,4 +1,4 @@
-"""Checks of arguments at the entry of a call. Numbers become Python's own, so that none can wrap or round later."""
+"""Checks of arguments at the entry of a call. Numbers become Python numbers, which cannot overflow or round later."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["dtype_name", "integer", "plain_dtype", "real", "wrong"]
 
 
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
-    """`value` as an int from `low` to `high`.
+    """Return `value` as an int from `low` to `high`.
 
-    Raises `TypeError` for anything but an integer and `ValueError` for one out of range, with name, bounds and value.
+    Raises `TypeError` for other types and `ValueError` for an integer out of range, with name, bounds and value.
 
     >>> integer("keep", 3, low=0)
     3
@@ -35,7 +35,7 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
 
 
 def real(name: str, value: Any, low: float = float("-inf")) -> float:
-    """`value`, a real number of at least `low`, unchanged. Raises `TypeError` and `ValueError` as `integer` does.
+    """Return `value` unchanged if it is a real number of at least `low`. Raises the errors of `integer`.
 
     >>> real("temperature", 2.5, low=0)
     2.5
@@ -58,7 +58,7 @@ def real(name: str, value: Any, low: float = float("-inf")) -> float:
 
 
 def plain_dtype(dtype: Any) -> Any:
-    """The name of a dtype that NumPy lacks: of torch, which need not be there, and bfloat16. Any other as it is.
+    """Return the name of a dtype of torch, and of bfloat16. Other dtypes are returned unchanged. Never imports torch.
 
     >>> plain_dtype(np.float32)
     <class 'numpy.float32'>
@@ -69,7 +69,7 @@ def plain_dtype(dtype: Any) -> Any:
 
 
 def dtype_name(name: str, dtype: Any) -> str:
-    """The name of a dtype of NumPy, torch or ml_dtypes; a str is one. Raises `TypeError` for what is no dtype.
+    """Return the name of a dtype of NumPy, torch or ml_dtypes. A str is a name. Raises `TypeError` for other objects.
 
     >>> dtype_name("dtype", np.float32)
     'float32'
@@ -78,7 +78,7 @@ def dtype_name(name: str, dtype: Any) -> str:
     if isinstance(found, str):
         return found
     error = wrong(name, "a dtype or the name of one", dtype)
-    if found is None:  # which NumPy takes for float64
+    if found is None:  # numpy.dtype(None) is float64
         raise error
     try:
         return str(np.dtype(found).name)
@@ -87,7 +87,7 @@ def dtype_name(name: str, dtype: Any) -> str:
 
 
 def wrong(name: str, wanted: str, value: Any) -> TypeError:
-    """A `TypeError` for an argument of the wrong type.
+    """Return a `TypeError` for an argument of the wrong type.
 
     >>> wrong("states", "an SsmStatePool or None", 5)
     TypeError('states must be an SsmStatePool or None, not int: 5')

@@ -10,7 +10,7 @@ _PACKAGE = os.path.dirname(os.path.realpath(__file__))
 
 
 def _first(candidates: list[str], name: str, what: str) -> str:
-    """The first of the folders that holds the file `name`. Raises FileNotFoundError with all of them."""
+    """Return the first folder that contains the file `name`. Raises FileNotFoundError with all folders."""
     for folder in candidates:
         if os.path.isfile(os.path.join(folder, name)):
             return folder
@@ -18,11 +18,22 @@ def _first(candidates: list[str], name: str, what: str) -> str:
 
 
 def get_include() -> str:
-    """Returns the folder to pass to the compiler with `-I`: it holds `pagepool/*.h`.
+    """Return the folder to pass to the compiler with `-I`. It contains `pagepool/*.h`.
 
-    It lies in an installed package, and beside the package in a checkout or an editable install. Raises
-    `FileNotFoundError` when the headers are missing.
+    The folder is part of an installed package. In a checkout or an editable install it is next to the package.
 
+    Returns
+    -------
+    str
+        Path of the folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the headers are missing.
+
+    Examples
+    --------
     >>> from pathlib import Path
     >>> (Path(get_include()) / "pagepool" / "layout.h").is_file()
     True
@@ -32,10 +43,22 @@ def get_include() -> str:
 
 
 def get_library_dir() -> str:
-    """Returns the folder to pass to the linker with `-L`: it holds `libpagepool.a`.
+    """Return the folder to pass to the linker with `-L`. It contains `libpagepool.a`.
 
-    Link with `-lpagepool -lm -pthread`. Raises `FileNotFoundError` when the library was not built.
+    Link with `-lpagepool -lm -pthread`.
 
+    Returns
+    -------
+    str
+        Path of the folder.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the library was not built.
+
+    Examples
+    --------
     >>> from pathlib import Path
     >>> (Path(get_library_dir()) / "libpagepool.a").is_file()
     True

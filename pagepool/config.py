@@ -250,13 +250,13 @@ class SchedulerConfig:
     Parameters
     ----------
     max_sequences : int
-        The most sequences that are active (prefilling or decoding) at a time.
+        Most active sequences (prefilling or decoding).
     max_batch_tokens : int
-        The most tokens of one step, prefill and decode together.
+        Most tokens of one step, prefill and decode together.
     max_batch_sequences : int
-        The most sequences of one step; each takes at least one of the step's tokens.
+        Most sequences of one step. Each takes at least one of the step's tokens.
     max_prefill_tokens : int
-        The most prompt tokens of one sequence in one step (its chunk).
+        Most prompt tokens of one sequence in one step (its chunk).
     block_size : int or None
         Tokens per block. None: the block size of the pool, or 16 when the pool has none.
     watermark : float

@@ -1,4 +1,4 @@
-"""Exceptions. Every error of pagepool's own is a `PoolError`; a failed call changes nothing."""
+"""Exceptions. Every error that pagepool defines is a `PoolError`. A failed call changes nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 class PoolError(Exception):
-    """Base of all errors of pagepool's own."""
+    """Base class of all errors that pagepool defines."""
 
 
 class PoolExhausted(PoolError, MemoryError):
@@ -29,24 +29,24 @@ class InvalidBlock(PoolError, ValueError):
 
 
 class InvalidSlot(PoolError, ValueError):
-    """A slot is out of range, not allocated, or released twice; or a pool lacks the kind asked for."""
+    """A slot is out of range, not allocated, or released twice; or a pool does not have the requested kind."""
 
 
 class StaleHandle(PoolError, ValueError):
-    """A handle or a sequence is used after it was given back; its block or slot may have another owner by now."""
+    """A handle or a sequence is used after it was released. Its block or slot may have another owner now."""
 
 
 class TransferError(PoolError):
-    """A peer has other pages, cannot be reached, or has another pool than the ticket says."""
+    """A peer cannot be reached, or its pages or pool differ from the ticket."""
 
 
 class RequestRejected(PoolError, ValueError):
-    """An engine can never run this request: its prompt is too long, or has no tokens or unknown ones.
+    """An engine can never run this request: its prompt is too long or empty, or has unknown tokens.
 
     Attributes
     ----------
-    code
-        "context_length_exceeded" if the prompt is too long, else None.
+    code : str or None
+        "context_length_exceeded" if the prompt is too long.
     """
 
     def __init__(self, message: str, code: str | None = None) -> None:
@@ -55,9 +55,9 @@ class RequestRejected(PoolError, ValueError):
 
 
 class EngineClosed(PoolError, RuntimeError):
-    """The engine takes no more requests: it was closed, it drains, or its model or scheduler has failed."""
+    """The engine accepts no more requests: it was closed, it drains, or its model or scheduler has failed."""
 
 
 def refuse_copy(holder: object) -> NoReturn:
-    """Is the `__reduce__` of classes that own memory or ids: a copy would free what the original holds."""
+    """The `__reduce__` of classes that own memory or ids: a copy would free the memory of the original."""
     raise TypeError(f"a {type(holder).__name__} cannot be pickled or copied: it owns memory or ids")

@@ -1,4 +1,4 @@
-"""cpu_info: the instruction set in use and what the CPU has."""
+"""cpu_info: the instruction set in use, and the instruction sets that this CPU supports."""
 
 from pagepool.csrc cimport PP_MAX_THREADS
 from pagepool.memory.kernels cimport (
@@ -22,7 +22,7 @@ cdef int c_num_threads() except -1:
         if asked != warned.get("of"):
             warnings.warn(
                 f"PAGEPOOL_NUM_THREADS={asked!r} is not a number from 1 to {PP_MAX_THREADS}: "
-                f"as many threads are used as this process has CPUs, {num_threads}",
+                f"using {num_threads} threads, the number of CPUs of this process",
                 RuntimeWarning,
                 stacklevel=1,
             )
@@ -31,16 +31,25 @@ cdef int c_num_threads() except -1:
 
 
 def cpu_info():
-    """Says which instruction set the kernels use.
+    """Return the instruction set of the kernels and other facts about the CPU.
 
-    Returns a dict: `isa`, the instruction set in use; `tiles`, "amx" or "vectors", what computes the products of
-    arithmetic "bf16x2" and "bf16"; `available`, those that this build has and this machine can run,
-    best first; `num_threads`, the default of `decode`; `prefetch`, how often `decode` prefetches what it reads;
-    `machine`, the architecture. The environment variable PAGEPOOL_ISA names one of `available` to use instead of the
-    best, PAGEPOOL_PREFETCH is none, once or twice (the default); both are read once, and neither changes a bit but
-    "baseline". PAGEPOOL_NUM_THREADS, from 1 to 256, is read at each call. A value that cannot be used raises a
-    `RuntimeWarning` that says what is used instead.
+    Returns
+    -------
+    dict
+        `isa` is the instruction set in use. `tiles` is "amx" or "vectors": the unit that computes the products of the
+        arithmetics "bf16x2" and "bf16". `available` lists the instruction sets of this build that this machine can run,
+        best first. `num_threads` is the default of `decode`. `prefetch` is the prefetch mode of `decode`. `machine` is
+        the architecture.
 
+    Notes
+    -----
+    Three environment variables change these values. PAGEPOOL_ISA selects one of `available`. PAGEPOOL_PREFETCH is
+    "none", "once" or "twice" (the default). Both are read once. No result changes, except with the instruction set
+    "baseline". PAGEPOOL_NUM_THREADS, from 1 to 256, is read at each call. An invalid value gives a `RuntimeWarning`
+    that names the value in use.
+
+    Examples
+    --------
     >>> info = cpu_info()
     >>> info["isa"] in info["available"] and info["available"][-1] == "baseline"
     True

@@ -556,15 +556,14 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
 def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, query_start_loc=None, *,
             custom_mask=None, sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
             out=None, return_lse=False, arithmetic="exact", cascade=True, num_threads=None):
-    """Attends with the new tokens of each sequence, a whole prompt or a chunk of it, over the pages.
+    """Attention of the new tokens of each sequence over its pages. The new tokens are a whole prompt or a chunk of it.
 
-    Append the K and V of the new tokens first: `seq_lens` counts them. The tokens before them are read from the pages,
-    whether an earlier chunk, another sequence or a prefix cache wrote them. Sequences that decode one token may be in
-    the same call.
+    Append the K and V of the new tokens first: `seq_lens` counts them. Earlier tokens are read from the pages. They
+    can come from an earlier chunk, another sequence or a prefix cache. Sequences that decode one token may be in the
+    same call.
 
-    Other arguments, the result and the errors are those of `decode`. The result of a token has the same bits whether
-    its prompt comes in one call or in chunks of any size, after a hit in a prefix cache, or token by token through
-    `decode`.
+    See `decode` for the other arguments, the result and the errors. A token's result always has the same bits: with the
+    prompt in one call, in chunks of any size, after a hit in a prefix cache, or token by token through `decode`.
 
     From 24 rows of a KV head on (query heads of its group times query tokens) scores and values are computed as tiles
     of many rows, at the rate of the CPU's multiply-adds. A thread needs about 1 MB of scratch, however many tokens

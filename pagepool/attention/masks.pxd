@@ -1,7 +1,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 
-# What each query token of a batch sees, as pp_decode_args wants it, beside copies of the counts that it was made for.
+# The mask of each query token of a batch, in the format of pp_decode_args, and copies of the counts that it belongs to.
 cdef class MaskBits:
     cdef const uint8_t *bits
     cdef Py_ssize_t num_bytes    # of bits; the caller's memory if those came packed

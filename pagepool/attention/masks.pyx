@@ -129,7 +129,7 @@ cdef class MaskBits:
         return 0
 
     cdef int take_packed(self, object array) except -1:
-        """Bits as they are: (query tokens, seq_len) of each sequence, little-endian, from a byte of their own on."""
+        """Use packed bits without a copy: (query tokens, seq_len) per sequence, little-endian, each from a new byte."""
         cdef int64_t at = 0
         cdef Py_ssize_t s
         cdef const uint8_t[::1] view
@@ -138,7 +138,7 @@ cdef class MaskBits:
             self.widths[s] = self.seq_lens[s]
             at += (<int64_t>self.queries(s) * self.seq_lens[s] + 7) // 8
         if array.shape[0] != at:
-            raise ValueError(f"custom_mask has {array.shape[0]} bytes, the bits of these sequences take {at}")
+            raise ValueError(f"custom_mask must have {at} bytes for the bits of these sequences, not {array.shape[0]}")
         if at == 0:
             return self.pack([None] * self.num_seqs)
         self.owner = view = np.ascontiguousarray(array)

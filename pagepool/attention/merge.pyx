@@ -23,21 +23,34 @@ cdef object read_float32(str name, object source, int ndim):
 
 
 def merge_states(v, s):
-    """Merges partial results of the same queries over disjoint sets of tokens, in the given order.
-
-    Returns (out, lse), float32 (n, num_heads, head_dim) and (n, num_heads): attention over all tokens together. A row
-    without tokens gives zeros and -inf; a NaN or inf in s makes its row NaN. A row's bits depend on that row alone.
-    Raises `TypeError` for a dtype, `ValueError` for a shape. Releases the GIL.
-
-    This is FlashInfer's recursion of attention states (Ye et al., MLSys 2025), with the natural logarithm.
+    """Merge partial results of the same queries over disjoint sets of tokens, in the given order. Releases the GIL.
 
     Parameters
     ----------
-    v
-        (n, num_states, num_heads, head_dim), float32: the partial outputs.
-    s
-        (n, num_states, num_heads), float32: their lse, the natural log of the sum of exp(score), as `decode`
-        returns it; -inf for a part without tokens, whose output is ignored.
+    v : ndarray of float32, shape (n, num_states, num_heads, head_dim)
+        The partial outputs.
+    s : ndarray of float32, shape (n, num_states, num_heads)
+        Their lse, the natural log of the sum of exp(score), as `decode` returns it. The output of a part with lse -inf
+        is ignored: it has no tokens.
+
+    Returns
+    -------
+    out : ndarray of float32, shape (n, num_heads, head_dim)
+        Attention over all tokens together. A row without tokens is 0. A NaN or inf in `s` makes its row NaN. The bits
+        of a row depend only on that row.
+    lse : ndarray of float32, shape (n, num_heads)
+        The natural log of the sum of exp(score), -inf for a row without tokens.
+
+    Raises
+    ------
+    TypeError
+        If an array is not float32.
+    ValueError
+        If the shapes do not match.
+
+    Notes
+    -----
+    This is FlashInfer's recursion of attention states (Ye et al., MLSys 2025), with the natural logarithm.
 
     Examples
     --------
@@ -51,7 +64,7 @@ def merge_states(v, s):
         raise ValueError(f"s must have the shape of v without its last axis, {values.shape[:3]}, not {sums.shape}")
     num_rows, _, heads, dim = values.shape
     if dim > MOST_DIMS:
-        raise ValueError(f"v has head_dim {dim}, the most is {MOST_DIMS}")
+        raise ValueError(f"head_dim of v must be at most {MOST_DIMS}, not {dim}")
     out, lse = np.empty((num_rows, heads, dim), FLOAT32), np.empty((num_rows, heads), FLOAT32)
     if not out.size and not lse.size:
         return out, lse

@@ -1,5 +1,5 @@
-"""Memory: who owns which block, which bytes, and which sequence maps to what."""
+"""Memory: block allocator, page pools, block tables and recurrent states."""
 
 from importlib import import_module
 
-import_module("pagepool.memory.capi")  # puts the allocator's table of C functions in its place
+import_module("pagepool.memory.capi")  # publishes the allocator's table of C functions

@@ -43,8 +43,8 @@ cdef extern from "dlpack_abi.h" nogil:
         int (*show)(void *object, pp_dl_tensor *tensor) except -1
 
 
-# A capsule that shows all elements of `buffer` in one dimension, and holds it as an export.
+# Returns a capsule with all elements of `buffer` in one dimension. The capsule holds an export of the buffer.
 cdef object export_capsule(PageBuffer buffer, int type_code, bint versioned, uint64_t flags)
-# Shows the tensor of an object that speaks DLPack, in this CPU's memory; it is valid while the returned object lives.
-# None for an object that does not. `flags` are those of DLPack.
+# Reads the tensor of an object that supports DLPack and is in CPU memory. It is valid while the returned object lives.
+# Returns None for an object without DLPack. `flags` are DLPack's flags.
 cdef object import_tensor(object source, pp_dl_tensor *tensor, uint64_t *flags)

@@ -119,22 +119,22 @@ class BFloat16Bits(np.ndarray):
     """
 
     def __dlpack__(self, **options):
-        """A DLPack capsule as NumPy makes it, whose dtype is bfloat16. Takes and raises what `numpy.ndarray` does."""
+        """Return NumPy's DLPack capsule with dtype bfloat16. Arguments and errors as for `numpy.ndarray`."""
         capsule = super().__dlpack__(**options)
-        if self.dtype == np.uint16:  # what was computed from the bits may be anything
+        if self.dtype == np.uint16:  # an array computed from the bits can have another dtype
             tensor_in(capsule, NULL).type_code = PP_DL_BFLOAT
         return capsule
 
 
 cdef object import_tensor(object source, pp_dl_tensor *tensor, uint64_t *flags):
-    """Raises TypeError when __dlpack__ gives no capsule, ValueError for what has no memory or not this CPU's."""
+    """Raise TypeError if __dlpack__ returns no capsule, ValueError for an object without CPU memory."""
     cdef pp_dl_tensor *shown
     cdef pp_dl_exchange_api *api = exchange_api_of(type(source))
     flags[0] = 0
-    if api != NULL:  # 0.1 us, where __dlpack__ of torch takes 2
+    if api != NULL:  # takes 0.1 us instead of the 2 us of torch's __dlpack__
         try:
             api.show(<void *>source, tensor)
-        except (BufferError, RuntimeError, ValueError) as error:  # of torch, with a page of its C++ frames
+        except (BufferError, RuntimeError, ValueError) as error:  # torch appends a page of C++ stack frames
             reason = str(error).partition("\n")[0]
             raise ValueError(f"this {type(source).__name__} cannot be read: {reason}") from None
         owner = source

@@ -15,7 +15,7 @@ from pagepool.csrc cimport (
 __all__ = []
 
 
-# Not one of the headers that are shipped, whose pxd other packages cimport.
+# Declared here and not in a .pxd that other packages cimport: this header is not shipped.
 cdef extern from "draw.h" nogil:
     void pp_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept
     void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept

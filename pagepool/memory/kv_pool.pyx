@@ -64,7 +64,7 @@ __all__ = ["KvCachePool"]
 
 cdef dict KINDS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "int8": PP_INT8, "int4": PP_INT4}
 cdef dict NAMES = {kind: name for name, kind in KINDS.items()} | {TENSOR_BITS16: "uint16"}
-# Dtypes of flat pools. A pool of quantised elements has pages of bytes, too.
+# Dtypes of flat pools. Pools of quantised elements also have pages of bytes.
 cdef dict ELEMENTS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "uint8": PP_INT8}
 cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H", PP_INT8: "B"}
 # The dtypes of NumPy views of a page. NumPy itself has no bfloat16.

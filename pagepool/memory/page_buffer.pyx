@@ -40,11 +40,11 @@ cdef dict ITEM_BYTES = {"f": 4, "i": 4, "e": 2, "H": 2, "B": 1, "Q": 8}
 @cython.final
 @cython.no_gc
 cdef class PageBuffer:
-    """Zeroed elements in one piece whose address never changes, committed when they are touched.
+    """Contiguous zeroed elements at a fixed address. Memory is committed at the first touch.
 
-    Internal: pools, tables and their views share it. `format` is that of the buffer protocol ("f", "e", "H", "i", "B"
-    or "Q"). With `huge` the address is a multiple of 2 MiB and huge pages are asked for. Raises `MemoryError` when the
-    system has no room.
+    Internal: pools, tables and their views share it. `format` is a format of the buffer protocol ("f", "e", "H", "i",
+    "B" or "Q"). With `huge` the address is a multiple of 2 MiB, and huge pages are requested. Raises `MemoryError` if
+    the system has too little memory.
 
     >>> memoryview(PageBuffer(3, "i")).tolist()
     [0, 0, 0]

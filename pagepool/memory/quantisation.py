@@ -1,4 +1,4 @@
-"""What quantised pages need beside the pool: scales for the channels of keys, and numbers of fp8 on their way in."""
+"""Helpers for quantised pages: scales for the channels of keys, and conversion of fp8 values."""
 
 from __future__ import annotations
 

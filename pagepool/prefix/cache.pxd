@@ -27,7 +27,7 @@ cdef class PrefixCache:
 
     # The functions below require the critical section of the cache, or that no other thread calls the cache.
 
-    # The names of those of the blocks that are cached.
+    # The names of the cached blocks among `blocks`.
     cdef list names_of(self, list blocks)
     cdef bint offer_all(self)
     cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1

@@ -515,10 +515,10 @@ cdef class PrefixCache:
         return self.cached.log
 
     def reset_prefix_cache(self):
-        """Forget everything and drop every reference of the cache. Sequences keep their blocks.
+        """Forget all blocks, including the pages of the store, and drop their references. Sequences keep their blocks.
 
-        Sequences of a `Scheduler` do not cache again what they held before. The lowest free id is then the next to be
-        handed out. Forgets the pages of the store, too. O(n log n).
+        Running sequences of a `Scheduler` do not cache their blocks again. The next allocated block is the lowest free
+        id. O(n log n).
         """
         if self.link is not None:
             self.link.forget(None)

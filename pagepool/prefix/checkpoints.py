@@ -1,4 +1,4 @@
-"""Checkpoints: which recurrent states to keep for later prompts, and which state to drop for lack of room.
+"""Checkpoints: the choice of recurrent states that are kept for later prompts.
 
 A cached prefix has keys and values for each of its tokens. It has a recurrent state only at positions where the state
 was copied, and a state is as large for ten tokens as for a million. A hybrid model can continue only from a position

@@ -33,11 +33,16 @@ cdef class PrefixDirectory:
     """PrefixDirectory(num_caches)\n--\n
     A hash table from the name of a prefix to the set of caches that hold it. Not thread-safe.
 
-    num_caches  how many caches there may be; they are numbered from 0
+    Names are concatenated bytes, 16 for each prefix. If `add` or `replace` raises `MemoryError`, nothing has changed. A
+    wrong cache raises `IndexError`, a wrong number of bytes `ValueError`.
 
-    Names come as bytes, 16 for each prefix, one behind the other. When `add` or `replace`
-    raises `MemoryError`, nothing has changed. A wrong cache raises `IndexError`, a wrong number of bytes `ValueError`.
+    Parameters
+    ----------
+    num_caches : int
+        Number of caches, which are numbered from 0.
 
+    Examples
+    --------
     >>> from pagepool.prefix.events import name_row
     >>> directory, names = PrefixDirectory(2), name_row(range(8), 2, bytes(16))
     >>> directory.add(0, names)
@@ -46,8 +51,8 @@ cdef class PrefixDirectory:
     ([4, 2], 4)
     """
 
-    # A row is a name (2 words) and a bit for each cache (`words` words). A row without a bit is empty; a name lies at
-    # its home or behind, with no empty row between: linear probing, and removal closes the gap.
+    # A row is a name (2 words) and a bit for each cache (`words` words). A row without a bit is empty. Linear probing:
+    # no row between the home of a name and its row is empty. Removal closes the gap.
     # num_rows == rows that are not empty; 4 * num_rows <= 3 * room; sum(counts) == bits of all rows
     cdef uint64_t *table
     cdef int64_t room  # 0 or a power of two
@@ -58,10 +63,10 @@ cdef class PrefixDirectory:
 
     def __cinit__(self, int32_t num_caches):
         if num_caches < 1:
-            raise ValueError(f"a directory is of 1 cache or more, not {num_caches}")
+            raise ValueError(f"num_caches must be at least 1, not {num_caches}")
         self.words = (num_caches + 63) // 64
         self.counts = np.zeros(num_caches, np.int64)
-        # Names follow from tokens. Without a secret, an attacker could make prompts whose names all have one home.
+        # Names are hashes of tokens. Without a secret, an attacker could make many prompts with the same home.
         secret = os.urandom(16)
         memcpy(self.seed, PyBytes_AS_STRING(secret), 16)
 
@@ -230,7 +235,7 @@ cdef class PrefixDirectory:
         return True
 
     cdef void c_close_gap(self, int64_t gap) noexcept nogil:
-        """Fill a gap with the next row that may lie there, and repeat for the gap that this row leaves."""
+        """Fill a gap with the next row that may move there, and repeat this for the gap that the row leaves."""
         cdef int64_t last = self.room - 1, at = gap, home
         cdef size_t size = (2 + self.words) * sizeof(uint64_t)
         while True:

@@ -1,10 +1,10 @@
-"""Eviction: the blocks that a prefix cache holds, and which of them is evicted first.
+"""Eviction: the blocks of a prefix cache, and the order in which they are evicted.
 
 A cached block is either in use (another reference to it exists) or evictable. The policy's lists have both kinds: a
 block becomes evictable when its last user frees it, on any thread and without a call of the cache. If the policy
-chooses a node with a block in use, the node moves to the list `in_use`. Each eviction looks at two nodes of that list
-and returns the unused ones to the policy. If the policy has no node left although some block is evictable, a call looks
-through the whole list, once.
+chooses a node with a block in use, the node moves to the list `in_use`. Each eviction checks two nodes of that list and
+returns them to the policy if they are unused. If the policy has no node left although a block is evictable, a call
+checks the whole list once.
 """
 
 cimport cython

@@ -1,4 +1,4 @@
-"""Fingerprints: what pages on disk depend on. A page is used only under the fingerprint that it was written with."""
+"""Fingerprints identify everything that pages on disk depend on. A page is used only with an equal fingerprint."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Fingerprint", "fingerprint_of", "weights_digest"]
 
-FORMAT = 1  # of pages, index and session files
+FORMAT = 1  # version of the page, index and session files
 WEIGHTS = ("*.safetensors", "*.bin")
 READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Identifies layout, weights and parameters behind the bytes of a page. `fingerprint_of` makes it.
+    """Identifies the layout, weights and parameters that determine the bytes of a page. Made by `fingerprint_of`.
 
-    text        one line of JSON: page layout, weights and parameters
-    page_bytes  bytes of one block's pages in all pools together
-    block_size  tokens per block
+    Attributes
+    ----------
+    text : str
+        One line of JSON: page layout, weights and parameters.
+    page_bytes : int
+        Bytes of one block's pages in all pools together.
+    block_size : int
+        Tokens per block.
     """
 
     text: str
@@ -38,7 +43,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> bytes:
-        """A 128-bit hash of everything above."""
+        """A 128-bit hash of the attributes."""
         data = f"{self.page_bytes} {self.block_size} {self.text}".encode()
         return blake2b(data, digest_size=16).digest()
 
@@ -56,16 +61,16 @@ def fingerprint_of(
         A digest of the bytes of all weights, such as `weights_digest` returns. Two fine-tunes of one model must
         have different ones.
     block_size : int or None
-        Tokens per block. None: the block size of the first pool; needed where there are no pools.
+        Tokens per block. None: the block size of the first pool. Required without pools.
     **parameters : JSON values
-        What else keys and values depend on: RoPE, quantisation, adapters, the arithmetic of the kernels.
+        Other parameters that keys and values depend on: RoPE, quantisation, adapters, the arithmetic of the kernels.
 
     Raises
     ------
     TypeError
-        `weights` is not a str, or a parameter is not a JSON value.
+        If `weights` is not a str, or a parameter is not a JSON value.
     ValueError
-        `weights` is empty, or there is no block size.
+        If `weights` is empty, or the block size is unknown.
 
     Examples
     --------
@@ -78,10 +83,10 @@ def fingerprint_of(
     if not isinstance(weights, str):
         raise wrong("weights", "a str", weights)
     if not weights:
-        raise ValueError("weights must name the weights of the model, not be empty")
+        raise ValueError("weights must be a digest of the model's weights; it must not be empty")
     found = list(pools) if isinstance(pools, Iterable) else [pools]
     if block_size is None and not found:
-        raise ValueError("block_size must be given where there are no pools")
+        raise ValueError("block_size must not be None without pools")
     size = integer("block_size", found[0].block_size if block_size is None else block_size, 1, MAX_BLOCK_SIZE)
     pages = []
     for pool in found:

@@ -37,9 +37,9 @@ cdef enum:
     LESSON = 2000  # the fewest uses between two lessons
     DOUBLINGS = 6  # unknown values: blocks are kept up to an age of 2^6 times the capacity, to learn
 
-cdef double CLEAR = 1.25  # the longest unused group stays if its value is this much times the lowest
-cdef double NO_VALUE = 1e-4  # hits: the value counts as none if a block has fewer during as many uses as the capacity
-cdef double SHARED = 100.0  # each kind counts the mean of all kinds as this many blocks, in addition to its own
+cdef double CLEAR = 1.25  # the longest unused group stays if its value is above CLEAR times the lowest value
+cdef double NO_VALUE = 1e-4  # a value counts as 0 below this number of hits per block in `capacity` uses
+cdef double SHARED = 100.0  # the mean of all kinds counts as this number of blocks, in addition to a kind's own counts
 cdef double FADE = 0.97  # factor on all counts after each lesson
 
 cdef extern from *:
@@ -83,13 +83,14 @@ cdef struct Group:
 
 # Computes what LRU would have found, and decides whether to follow LRU for a while.
 #
-# LRU needs no second cache for this: it would have the blocks that were used last, up to the capacity. These are the
-# newest groups. If the oldest of these groups does not fit as a whole, LRU has lost the head of its prefix and would
-# find nothing of it. So a group is in or out as a whole, and the number of hits is exact to the block.
+# LRU needs no second cache for this: it would have the most recently used blocks, up to the capacity. These are the
+# newest groups. If the oldest of them does not fit completely, LRU has lost the head of its prefix and would find none
+# of its blocks. So LRU has all blocks of a group or none, and the number of hits is exact.
 #
-# To follow LRU is to evict the longest unused group, the tail first, so that no less is found than by LRU. That is done
-# while nothing has been learnt; if LRU misses less than 3 % of what it finds, since little can be gained then; and for
-# a while after learning has lost more than a tenth of the cache and a quarter of its earlier gain.
+# Following LRU means to evict the longest unused group, tail first. Then at least as many blocks are found as by LRU.
+# LRU is followed in three cases: while nothing has been learnt; if LRU's misses are below 3 % of its hits, because
+# little can be gained; and for a while after the policy has lost more than a tenth of the cache and a quarter of its
+# earlier gain.
 cdef struct ShadowLru:
     # size = the sum of the members of the groups from `oldest` to `newest`, all `in_lru`; at most the capacity
     int64_t size
@@ -115,10 +116,10 @@ cdef class ReuseAges:
     """Learns at what ages blocks are looked up again, and the value of keeping a block of an age. Internal.
 
     The value of keeping a block is its Gittins index (Gittins, Bandit processes and dynamic allocation indices, 1979).
-    For a waiting time T take the chance that the block is looked up within T, divided by the expected time until the
-    look-up or until T has passed. The index is the largest of these ratios. With hits H and time C summed over the
-    ages, it is the steepest line from a point (C, H) to a later one: one pass over their upper convex hull. Eviction by
-    hit density is from LHD (Beckmann, Chen and Cidon, NSDI'18).
+    For a waiting time T, divide the probability of a lookup within T by the expected time until the lookup or until T
+    has passed. The index is the maximum of these ratios over T. With hits H and time C summed over the ages, it is the
+    steepest line from a point (C, H) to a later one: one pass over their upper convex hull. Eviction by hit density is
+    from LHD (Beckmann, Chen and Cidon, NSDI'18).
 
     Counts are small at the ages that matter, and blocks of one request come back together. In most loads the rate of
     reuse falls about as 1 / age. So the rate times the age is averaged over a class and its two neighbours.

@@ -27,20 +27,20 @@ def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
 
 
 def listed(extra_keys: Any) -> Any:
-    """Extra keys that `root_key` can read more than once."""
+    """Return extra keys that `root_key` can read more than once."""
     is_checked = isinstance(extra_keys, (str, bytes, tuple, list)) or not isinstance(extra_keys, Iterable)
     return extra_keys if is_checked else tuple(extra_keys)
 
 
 def root_name(key: bytes, secret: bytes = b"") -> bytes:
-    """The 16 bytes that the names of all prefixes under a salt and keys follow from: the same in every process.
+    """Return the 16-byte root of the names of all prefixes with this salt and keys. It is equal in every process.
 
-    With a `secret`, of up to 64 bytes, nobody without it can find prompts whose names collide.
+    With a `secret` of up to 64 bytes, collisions of names cannot be found without the secret.
 
     >>> len(root_name(root_key("tenant", ())))
     16
     """
-    from hashlib import blake2b  # here: it loads OpenSSL, and only events and routers need names
+    from hashlib import blake2b  # imported late: it loads OpenSSL, and only events, routers and stores need names
 
     return blake2b(key, digest_size=16, key=secret).digest()
 

@@ -67,14 +67,29 @@ cdef class LruPolicy:
 
 
 def belady_pass(ids, ends, capacity):
-    """Hits, in the leading runs of the prompts, and evictions of the best cache of `capacity` blocks.
+    """Run the optimal eviction policy, which knows all prompts in advance. O(n log n).
 
-    ids       of the blocks of all prompts, one prompt after the other: int32 `(n,)`; equal where all tokens are
-    ends      where each prompt ends in `ids`: int64 `(num_prompts,)`
-    capacity  blocks; a block that does not come in counts as evicted
+    Parameters
+    ----------
+    ids : ndarray of int32, shape (n,)
+        Block ids of all prompts, one prompt after the other. Two ids are equal if all tokens up to the block are equal.
+    ends : ndarray of int64, shape (num_prompts,)
+        The end of each prompt in `ids`.
+    capacity : int
+        Number of blocks of the cache.
 
-    O(n log n). Raises `ValueError` when an id or the capacity is below 0, or when `ends` do not rise to n.
+    Returns
+    -------
+    hits, evictions : int
+        Hits in the leading blocks of prompts, and evictions. A block that is not cached counts as evicted.
 
+    Raises
+    ------
+    ValueError
+        If an id or the capacity is below 0, or `ends` do not rise to n.
+
+    Examples
+    --------
     >>> belady_pass(np.array([0, 1, 2, 0, 1, 2], np.int32), np.array([1, 2, 3, 4, 5, 6]), 2)  # a loop of three
     (2, 2)
     """

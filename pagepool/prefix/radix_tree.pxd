@@ -139,8 +139,8 @@ cdef class NodeTable:
     cdef int32_t root(self, tuple named_key) except -1
     # The child with these tokens, every one compared, or -1.
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil
-    # Walks down from `node` along n blocks of tokens, as far as there are nodes (`cached_only`: nodes with a block).
-    # Writes them to `path` and returns their number.
+    # Walks down from `node` along n blocks of tokens until a node is missing (`cached_only`: or has no block). Writes
+    # the nodes to `path` and returns their number.
     cdef int64_t c_walk(
         self, int32_t node, const int32_t *tokens, int64_t n, bint cached_only, int32_t *path
     ) noexcept nogil

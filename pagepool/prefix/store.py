@@ -30,18 +30,19 @@ SEED_BYTES = 16
 NAME_BYTES = 16
 SUM_BYTES = 16
 ALIGNMENT = 4096
-RESERVED = 8 << 20  # bytes of a store for the index of no pages, its log and the small files
+RESERVED = 8 << 20  # bytes of a store without pages: the empty index, its log and the small files
 LEAST_SLOTS = 4
 EVICTED_AT_ONCE = 64
-NO_PAGES = 65_536  # bytes of a slot where blocks have no pages, for recurrent states
+NO_PAGES = 65_536  # bytes of a slot if blocks have no pages, for recurrent states
 FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "pages")
 
 
 class PageSum:
     """The keyed 128-bit sum of a page: of its bytes and its name, under a fingerprint and the seed of a file.
 
-    NH turns each 4,096 bytes into 32 bytes, BLAKE2b the result into 16: about 50 us for 576 KiB. It guards against
-    accidents: torn writes, old files, another model's files. It does not guard against a process that can write to it.
+    NH reduces each 4,096 bytes to 32 bytes, then BLAKE2b reduces these to 16 bytes: about 50 us for 576 KiB. The sum
+    detects accidents: torn writes, old files, files of another model. It does not protect against an attacker with
+    write access to the file.
     """
 
     def __init__(self, fingerprint: Fingerprint, seed: bytes) -> None:
@@ -57,31 +58,31 @@ class PageSum:
 class PrefixStore:
     """Pages of cached prefixes on disk. Give it to `PrefixCache(allocator, store=store)`.
 
-    A page that is missing, torn, old or of another model fails its sum and is not found; no file is synced for that.
-    The first process that opens a store writes to it, any number of others read. When the store is full, the pages
-    that were used longest ago are dropped. When a file is damaged or the disk is full or fails, the logger "pagepool"
-    gets one line, and prompts are computed. Any thread may call it. After a fork it finds nothing in the child.
+    A page that is missing, torn, old or of another model fails its sum and is not found. So no file needs to be synced.
+    The first process that opens a store writes to it; all other processes read. A full store drops the least recently
+    used pages. If a file is damaged or the disk is full or fails, the logger "pagepool" gets one line, and prompts are
+    computed. Any thread may call it. After a fork, the store finds nothing in the child.
 
     Parameters
     ----------
-    path : path
-        A directory, created if it is missing. Each fingerprint has a directory of its own in it.
+    path : str or path-like
+        A directory, created if needed. Each fingerprint has its own directory in it.
     fingerprint : Fingerprint
-        What pages depend on, from `fingerprint_of`.
+        Identifies everything that pages depend on, from `fingerprint_of`.
     max_bytes : int
-        The most bytes that the files of this fingerprint take. With a smaller number than before, pages are dropped.
+        Most bytes of the files of this fingerprint. If it is lower than before, pages are dropped.
 
     Attributes
     ----------
     is_writer : bool
-        Whether this store may write. False while another one has the directory open for writing.
+        True if this store may write. False while another store has the directory open for writing.
 
     Raises
     ------
     ValueError
-        `max_bytes` has no room for four pages.
+        If `max_bytes` has no room for four pages.
     OSError
-        The directory cannot be made.
+        If the directory cannot be made.
 
     Examples
     --------
@@ -122,9 +123,9 @@ class PrefixStore:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pid = os.getpid()
         self._change = Lock()  # guards the rows and the free slots; taken before `_look_up`
-        self._look_up = Lock()  # guards the connection that reads, and the next two fields
+        self._look_up = Lock()  # guards the reading connection, and the next two fields
         self._used: set[bytes] = set()  # names found since the last batch
-        self._refused: dict[bytes, bytes] = {}  # names of entries whose pages failed their sums, with these sums
+        self._refused: dict[bytes, bytes] = {}  # entries with pages that failed their sums: name to recorded sum
         self._fault: str | None = None
         self._counts = dict.fromkeys(("found", "written", "refused", "evicted", "failed"), 0)
         self._writer: StoreIndex | None = None
@@ -146,7 +147,7 @@ class PrefixStore:
         return True
 
     def _open(self) -> None:
-        """Open the files; a writer begins with empty files where these are damaged or have another fingerprint."""
+        """Open the files. A writer replaces files that are damaged or have another fingerprint by empty ones."""
         index, pages = self.folder / FILES[0], self.folder / FILES[-1]
         self._free: list[int] = []
         if self.is_writer:

@@ -1,4 +1,4 @@
-"""StoreIndex: which pages a store has, and in which slots of its page file. An SQLite database."""
+"""StoreIndex: the pages of a store and their slots in the page file, in an SQLite database."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Entry", "Row", "StoreIndex", "slots_of"]
 
 BUSY_SECONDS = 5.0
 WAL_PAGES = 128  # length of the log, in pages of 4 KiB, at which SQLite copies it into the database
-WAL_BYTES = 1 << 20  # while another process reads, the log can grow: nothing is written while it is longer than this
+WAL_BYTES = 1 << 20  # the log grows while another process reads; above this size, nothing is written
 AT_ONCE = 256  # names per query
 
 SCHEMA = """
@@ -33,10 +33,7 @@ UPDATE entries SET used = :tick WHERE name IN (
 
 
 class Entry(NamedTuple):
-    """Where a page is, and what its bytes must sum up to.
-
-    slots  int32 of each slot, as bytes
-    """
+    """The location and the sum of a page. `slots` has the int32 of each slot, as bytes."""
 
     name: bytes
     slots: bytes
@@ -57,13 +54,17 @@ class Row(NamedTuple):
 
 
 class StoreIndex:
-    """The rows of a store. It has no lock: the caller makes one call at a time.
+    """The rows of a store. Not thread-safe: the caller must not make two calls at once.
 
     Every method raises `sqlite3.Error` for a file that is damaged, full or locked by another process for too long.
     Values from a damaged file may have any type and content. The caller checks types, and sums decide about pages.
 
-    path       the database; a writer creates it
-    is_writer  whether rows may be changed
+    Parameters
+    ----------
+    path : Path
+        The database. A writer creates it.
+    is_writer : bool
+        Rows may be changed.
     """
 
     def __init__(self, path: Path, *, is_writer: bool) -> None:

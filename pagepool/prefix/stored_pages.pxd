@@ -25,7 +25,7 @@ cdef class PageQueue:
     cdef uint8_t *offered
     cdef uint64_t first  # atomic
     cdef uint64_t next  # atomic
-    cdef readonly long long dropped  # pages that found no room, or whose pool was closed
+    cdef readonly long long dropped  # number of pages that did not fit the queue, or had a closed pool
 
     # Copies the page of a node's block, unless it was offered before. False when the queue is full. O(page_bytes).
     cdef bint c_offer(self, int32_t node) noexcept

@@ -47,7 +47,7 @@ SUM_KEY_BYTES = PP_SUM_KEY_BYTES
 
 
 def page_sums(bytes key not None, data):
-    """Return the two 128-bit NH sums of each 4,096 bytes of `data`, 32 bytes for each of these chunks.
+    """Return two 128-bit NH sums, 32 bytes together, for each chunk of 4,096 bytes of `data`.
 
     `data` is any C-contiguous buffer. Releases the GIL. Raises `ValueError` for a key of another length than
     `SUM_KEY_BYTES`.

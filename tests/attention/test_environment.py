@@ -39,7 +39,7 @@ def test_an_invalid_number_of_threads_warns_once(value):
     (line,) = warnings_of(FROM_THE_START, PAGEPOOL_NUM_THREADS=value)
     cpus = len(os.sched_getaffinity(0))
     assert f"RuntimeWarning: PAGEPOOL_NUM_THREADS={value!r} is not a number from 1 to 256" in line
-    assert line.endswith(f"as many threads are used as this process has CPUs, {cpus}")
+    assert line.endswith(f"using {cpus} threads, the number of CPUs of this process")
 
 
 @pytest.mark.parametrize("value", ["", "1", "256"])
