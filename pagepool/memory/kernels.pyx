@@ -1,6 +1,8 @@
 """The kernels and worker threads of the C library, for all other modules: they cimport them from here.
 
-So the package carries them once, and there is one choice of the instruction set and one set of threads.
+So the package carries them once, and there is one choice of the instruction set and one set of threads. Five other
+modules repeat only small functions (locks, pages), 13 to 29 each. A shared object for all modules would save little
+and take 0.1 ms more to load.
 """
 
 from libc.stdint cimport int32_t, int64_t
