@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 
 from families import FAMILIES, NEW_TOKENS, OTHERS, each, eager_tokens, prompts, tiny_model  # noqa: E402
 
+from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
 from pagepool.integrations.transformers import ModelRunner, linear  # noqa: E402
 from pagepool.integrations.transformers.linear import PackedLinears, packs  # noqa: E402
@@ -37,6 +38,15 @@ def generated(model, **options):
 
 def sizes(packed):
     return [len(layer.linears) for layer in packed._layers]
+
+
+def step(runner):
+    """Run one request of one token."""
+    scheduler = runner.scheduler(SchedulerConfig())
+    scheduler.add_request([5, 6, 7], max_new_tokens=1)
+    batch = scheduler.schedule()
+    runner.run(batch)
+    scheduler.commit(batch, [1])
 
 
 def packed_of(runner):
@@ -158,6 +168,18 @@ def test_weights_come_back_at_close_and_with_the_end_of_the_runner():
         gc.collect()
         assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
         assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_whose_weights_are_dropped_refuses_calls_from_elsewhere():
+    model, tokens = tiny_model("Llama"), torch.tensor([[5, 6, 7]])
+    before = model(tokens).logits
+    runner = ModelRunner(model, num_blocks=8, pack_weights="only")
+    for _ in range(2):  # also after a step of the runner, which has forwards of its own
+        with pytest.raises(RuntimeError, match=r"close it first.*pack_weights=True"):
+            model(tokens)
+        step(runner)
+    runner.close()
+    assert torch.equal(model(tokens).logits, before)
 
 
 def test_a_digest_of_weights_is_that_of_the_model_before(tmp_path):

@@ -114,10 +114,14 @@ class Hooks:
             if self.packed is not None:
                 self.packed.require_unchanged()
                 forwards = forwards | self.packed.forwards
+            own = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
             for module, forward in forwards.items():
                 vars(module)["forward"] = forward  # torch's `__setattr__` takes ten times as long
             try:
                 yield
             finally:
                 for module in forwards:
-                    del vars(module)["forward"]
+                    if module in own:
+                        vars(module)["forward"] = own[module]
+                    else:
+                        del vars(module)["forward"]

@@ -107,10 +107,14 @@ class PackedLayer:
                 raise RuntimeError("a weight was changed after the runner had packed it: make a new runner")
 
     def drop(self) -> None:
-        """Leave the layers without their weights, which other modules may still hold, until `restore`."""
+        """Leave the layers without their weights, which other modules may still hold, until `restore`.
+
+        A call of such a layer from elsewhere raises RuntimeError: torch would compute with weights that are not there.
+        """
         for linear in self.linears:
             empty = torch.empty_like(linear.weight, device="meta")
             linear.weight = torch.nn.Parameter(empty, requires_grad=linear.weight.requires_grad)
+            vars(linear)["forward"] = refuse
         self.weights = None
 
     def restore(self) -> None:
@@ -118,6 +122,7 @@ class PackedLayer:
         if self.weights is None:
             for linear, weight in zip(self.linears, self.unpacked(), strict=True):
                 linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=linear.weight.requires_grad)
+                del vars(linear)["forward"]
             self.weights = [linear.weight for linear in self.linears]
 
     def unpacked(self) -> tuple[torch.Tensor, ...]:
@@ -133,6 +138,14 @@ class PackedLayer:
             madvise = ctypes.CDLL(None).madvise
             for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size // HUGE_PAGE * HUGE_PAGE), advice)
+
+
+def refuse(x: torch.Tensor) -> torch.Tensor:
+    """The forward of a layer without its weights."""
+    raise RuntimeError(
+        "the weights of this model are packed for an engine or a runner: close it first, or make it with "
+        "pack_weights=True, which keeps the model's own weights, or pack_weights=False"
+    )
 
 
 def version_of(weight: torch.Tensor) -> int:
