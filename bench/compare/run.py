@@ -151,7 +151,7 @@ class Vllm(Server):
     def arguments(self, folder, options):
         yield from ("-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "model")
         yield from ("--port", self.port, "--dtype", "float32", "--max-num-seqs", CLIENTS)
-        yield from ("--max-model-len", MAX_TOKENS, "--block-size", 16, "--num-gpu-blocks-override", ROOM // 16)
+        yield from ("--max-model-len", MAX_TOKENS, "--block-size", 32, "--num-gpu-blocks-override", ROOM // 32)
         yield from ("--enable-prefix-caching", "--enable-prompt-tokens-details")
         yield from options.vllm_options.split()
 
@@ -295,7 +295,8 @@ def draw(rows, path):
     axes.set_xticks([column + 0.4 for column in range(len(keys))], [COLUMNS[key].replace(": ", ":\n") for key in keys])
     axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel("share of the best (1 is the best)")
-    axes.legend()
+        figure.legend(loc="outside lower center", ncols=len(rows))
+
     axes.set_title(f"Servers on one small model, {cpu_name()}", fontsize=9)
     figure.savefig(path, dpi=120)
 
