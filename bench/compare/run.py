@@ -295,8 +295,7 @@ def draw(rows, path):
     axes.set_xticks([column + 0.4 for column in range(len(keys))], [COLUMNS[key].replace(": ", ":\n") for key in keys])
     axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel("share of the best (1 is the best)")
-        figure.legend(loc="outside lower center", ncols=len(rows))
-
+    figure.legend(loc="outside lower center", ncols=len(rows))
     axes.set_title(f"Servers on one small model, {cpu_name()}", fontsize=9)
     figure.savefig(path, dpi=120)
 
