@@ -9,8 +9,10 @@ PYTHONS = ("cp310-cp310", "cp311-cp311", "cp312-cp312", "cp313-cp313", "cp314-cp
 MACHINES = ("x86_64", "aarch64")
 
 
-def problems(tag, names, version, changelog):
+def problems(tag, names, version, changelog, project):
     """What is wrong with the release, one sentence each."""
+    if "[project.urls]" not in project:
+        yield "pyproject.toml has no [project.urls]"
     if tag != f"v{version}":
         yield f"the tag is {tag}, the version is {version}"
     if not re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d{{2}}-\d{{2}}$", changelog, re.MULTILINE):
@@ -34,7 +36,8 @@ def main():
     tag, dist = sys.argv[1:]
     version = re.search(r'__version__ = "([^"]+)"', (ROOT / "pagepool/_version.py").read_text())[1]
     names = sorted(path.name for path in Path(dist).iterdir())
-    found = list(problems(tag, names, version, (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    changelog, project = (ROOT / name for name in ("CHANGELOG.md", "pyproject.toml"))
+    found = list(problems(tag, names, version, changelog.read_text("utf-8"), project.read_text("utf-8")))
     if found:
         sys.exit("\n".join(f"check_release: {sentence}" for sentence in found))
     print(f"{len(names)} files of version {version} are complete")

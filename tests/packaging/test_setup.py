@@ -34,9 +34,10 @@ def test_a_release_with_a_missing_wheel_an_undated_changelog_or_another_tag_is_r
     for python in release.PYTHONS:
         names.append(f"pagepool-1.2.3-{python}-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl")
         names.append(f"pagepool-1.2.3-{python}-manylinux_2_28_aarch64.whl")
-    dated = "## [1.2.3] - 2030-01-02\n"
-    assert list(release.problems("v1.2.3", names, "1.2.3", dated)) == []
-    assert "tag" in next(release.problems("v1.2.4", names, "1.2.3", dated))
-    assert "CHANGELOG" in next(release.problems("v1.2.3", names, "1.2.3", "## [1.2.3] - unreleased\n"))
-    assert "cp314-cp314t" in next(release.problems("v1.2.3", names[:-1], "1.2.3", dated))
-    assert "other.whl" in next(release.problems("v1.2.3", [*names, "other.whl"], "1.2.3", dated))
+    dated, urls = "## [1.2.3] - 2030-01-02\n", "[project.urls]\n"
+    assert list(release.problems("v1.2.3", names, "1.2.3", dated, urls)) == []
+    assert "tag" in next(release.problems("v1.2.4", names, "1.2.3", dated, urls))
+    assert "CHANGELOG" in next(release.problems("v1.2.3", names, "1.2.3", "## [1.2.3] - unreleased\n", urls))
+    assert "cp314-cp314t" in next(release.problems("v1.2.3", names[:-1], "1.2.3", dated, urls))
+    assert "urls" in next(release.problems("v1.2.3", names, "1.2.3", dated, ""))
+    assert "other.whl" in next(release.problems("v1.2.3", [*names, "other.whl"], "1.2.3", dated, urls))
