@@ -1,13 +1,17 @@
-/* append_kernel.h: rows of K and V into tiled pages, in an instruction set's vocabulary.  Included once per ISA.
+/* append_kernel.h: writes rows of K and V into tiled pages.  Included once per ISA.
  *
- * In a group K lies token-minor, a row of 16 words for each dim (bf16: pair of dims), and V in rows of 64 dims, in bf16
- * two tokens woven together.  Eight tokens at a time are turned, so that lines are written in halves; what is left goes
- * word by word.  One token alone (a decode step) finds each word of its K in a cache line of its own: what is written
- * next is prefetched meanwhile, as it is for whole groups, and so is what is read next: into L2, whose queue is longer
- * than that of L1 (Zen 4: cold 1.2 to 1.6 times as fast as into L1 or without).  Nothing but the tokens' own bytes is
- * ever written: their neighbours may be another thread's. */
+ * Layout of a group: K is token-minor, with one row of 16 words for each dim (bf16: for each pair of dims).  V is in
+ * rows of 64 dims; in bf16 the elements of two tokens are interleaved.
+ *
+ * Eight tokens are transposed together, so that half a cache line is written at once.  The remaining tokens are written
+ * word by word.  A single token (a decode step) writes each word of its K to a different cache line.  The lines to
+ * write next are therefore prefetched, as for whole groups.  The rows to read next are prefetched into L2, because its
+ * queue is longer than the queue of L1 (Zen 4, cold: 1.2 to 1.6 times as fast as a prefetch into L1 or no prefetch).
+ *
+ * The kernels write only the bytes of the given tokens.  Another thread may write the neighbouring tokens at the same
+ * time. */
 
-/* `words` words of one token into its column, the rows of which are `row_bytes` long. */
+/* Writes `words` words of one token into its column.  Rows of the column are `row_bytes` apart. */
 PP_INLINE void write_column(const int W, unsigned char *to, const unsigned char *from, int words,
                             const unsigned char *ahead) {
     const int row_bytes = PP_GROUP * W;
@@ -126,7 +130,7 @@ static void write_quantised(const pp_rows *work) {
         memcpy(work->to + pp_scales_at(work->dtype, work->dims) + token * (int)sizeof scale, &scale, sizeof scale);
         for (int d = 0, width; d < work->dims; d += width) {
             int unused;
-            width = !work->is_v ? is_4 ? 8 : 4 : pp_run_width(work->dims, d); /* dims that lie in order, step apart */
+            width = !work->is_v ? is_4 ? 8 : 4 : pp_run_width(work->dims, d); /* dims in order, `step` apart */
             const int columns = is_4 ? width / 2 : width, step = work->is_v ? 4 : 1;
             const int32_t *of = integers + d;
             unsigned char *to = work->to + pp_quantised_at(work->dtype, work->is_v, work->dims, token, d, &unused);

@@ -1,5 +1,6 @@
-/* The hash of a block of a prefix: it stands for the block's tokens and, through its parent's hash, for all before
- * them. It only finds candidates, tokens decide; the seed, the root's hash, keeps strangers from making collisions. */
+/* The hash of a block of a prefix. It identifies the tokens of the block and, through the hash of the parent block, all
+ * tokens before them. A hash only finds candidates; the tokens are compared afterwards. The seed (the hash of the root)
+ * is secret, so that other users cannot construct collisions. */
 #ifndef PP_BLOCK_HASH_H
 #define PP_BLOCK_HASH_H
 
@@ -35,8 +36,8 @@ static inline uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int
     return pp_hash_fold(first ^ odd[3], second ^ odd[2]);
 }
 
-/* The name of a prefix for other processes: 128 bits that follow from the root's name and the tokens alone. Nothing
- * keeps strangers from making collisions: whoever receives names compares tokens, too. */
+/* The name of a prefix for other processes: 128 bits computed from the name of the root and the tokens alone. It
+ * contains no secret, so collisions can be constructed. A process that receives a name must also compare the tokens. */
 static inline void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
 {
     const uint64_t first = parent[0], second = parent[1];

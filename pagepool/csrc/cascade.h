@@ -13,8 +13,8 @@
 
 #include "plan.h"
 
-/* Finds the runs of sequences that share chunks.  Fills in order, common, shared_chunks, shared, num_shared and
- * heads_left of a plan whose tables have been copied. */
+/* Finds the runs of sequences that share chunks.  Sets the fields order, common, shared_chunks, shared, num_shared and
+ * heads_left of the plan.  The tables of the plan must have been copied before. */
 void pp_find_shared(pp_decode_plan *plan);
 
 /* Runs a unit of a chunk that sequences share. */

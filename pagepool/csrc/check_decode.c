@@ -28,7 +28,8 @@ typedef struct span {
     uintptr_t begin, end;
 } span;
 
-/* a * b of what lies in memory; 0, and *beyond set, where no memory is so large.  Three of them can be added up. */
+/* Returns a * b for sizes and offsets in memory.  Returns 0 and sets *beyond if the product exceeds every possible
+ * memory.  The sum of three results does not overflow. */
 static int64_t times(int64_t a, int64_t b, int *beyond) {
     const int64_t most = (int64_t)1 << 60;
     int64_t product;

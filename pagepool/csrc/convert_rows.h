@@ -9,7 +9,7 @@ static void narrow_f16(void *to, const float *from, int64_t n) {
     for (; i < n; i++) half[i] = pp_f32_to_f16(from[i]);
 }
 
-/* Element i of 16 bit, wherever it lies: a caller's rows may begin at any byte. */
+/* Returns 16-bit element i.  The rows of a caller may be unaligned. */
 static inline uint16_t half_at(const void *from, int64_t i) {
     uint16_t half;
     memcpy(&half, (const char *)from + 2 * i, sizeof half);
@@ -31,7 +31,7 @@ static void widen_bf16(float *to, const void *from, int64_t n) {
     for (int64_t i = 0; i < n; i++) to[i] = pp_bf16_to_f32(half_at(from, i));
 }
 
-/* A row of n elements of a caller's as f32: where it lies, or in `wide`. */
+/* Returns a caller's row of n elements as f32: the row itself if it is f32, otherwise a copy in `wide`. */
 static const float *row_in_f32(int32_t dtype, const void *row, float *wide, int32_t n) {
     if (dtype == PP_F32) return row;
     (dtype == PP_F16 ? widen_f16 : widen_bf16)(wide, row, n);

@@ -1,5 +1,5 @@
-/* cpu.c: picks the instruction set once, by what the CPU has (CPUID) and what the system saves (XCR0), or by what the
- * system says of both (the auxiliary vector of AArch64). */
+/* cpu.c: selects the instruction set once. On x86 the selection uses the features of the CPU (CPUID) and the registers
+ * that the operating system saves (XCR0). On AArch64 the auxiliary vector reports both. */
 #include "pagepool/cpu.h"
 
 #include <stdatomic.h>
@@ -58,7 +58,7 @@ static int runs_vnni(void) {
     return answer - 1;
 }
 
-/* Cycles of the clock for 640 sums and products in registers of that name. 10 chains hide the latency of two units. */
+/* Cycles for 640 fused multiply-adds in registers with this name. 10 chains hide the latency of two units. */
 #define FMA_CYCLES(r) \
     static uint64_t cycles_of_##r(void) { \
         int rounds = 64; \
@@ -85,7 +85,7 @@ FMA_CYCLES(ymm)
 FMA_CYCLES(zmm)
 
 double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void)) {
-    enum { ROUNDS = 256 }; /* less than 0.1 ms, of which some CPUs need the first 0.02 to wake their upper halves */
+    enum { ROUNDS = 256 }; /* less than 0.1 ms; some CPUs need the first 0.02 ms to power up their upper halves */
     uint64_t least_whole = UINT64_MAX, least_half = UINT64_MAX;
     for (int i = 0; i < ROUNDS; i++) {
         const uint64_t h = half(), w = whole();
@@ -113,7 +113,7 @@ static int asked_mode(void) {
 }
 
 int pp_prefetch_mode(void) {
-    static _Atomic int chosen; /* 1 more, so that 0 is none yet */
+    static _Atomic int chosen; /* the mode plus 1; 0: not chosen yet */
     int known = atomic_load_explicit(&chosen, memory_order_relaxed), none = 0;
     if (!known) {
         const int asked = asked_mode();
@@ -130,7 +130,7 @@ int pp_prefetch_forced_unknown(void) { return asked_mode() == UNKNOWN_MODE; }
 
 static int always(void) { return 1; }
 
-/* Best first; what runs and does not suit is there to be forced. */
+/* Best first. A test can force an entry that runs on this CPU but does not suit it. */
 static const struct {
     const pp_kernels *kernels;
     int (*runs)(void);

@@ -95,12 +95,12 @@ PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int EVE
     const int64_t steps = tile->head_dim / (2 * PAIRS);
     const unsigned char *row = tile->k[group], *const end = row + steps * BYTES;
     const int64_t there = NV > 2 ? distance_of(tile->k[1], row) : 0;
-    int64_t visit[2], half[2]; /* from there to what is read a head's visit later, and half a visit later */
+    int64_t visit[2], half[2]; /* distances from `row` to the lines read one visit and half a visit of a head later */
     PP_UNROLL for (int i = 0; i < GROUPS; i++) {
         visit[i] = distance_of(tile->next_k[GROUPS == 2 ? i : group], row);
         half[i] = distance_of(tile->v[GROUPS == 2 ? i : group], row);
     }
-    /* Of the stage's quarter each chain of each call prefetches its share. */
+    /* Each chain of each call prefetches its share of the quarter that belongs to this stage. */
     const int PIECE = LONE ? 64 : NV == 3 ? (EVEN ? 128 : 64) : NV * BYTES / (EVEN && ODD ? 4 : 8);
     const int64_t before = LONE ? 192 : NV == 3 ? 128 * ODD : PIECE * (NV == 4 ? ODD : 2 * group + ODD);
     const unsigned char *next = NULL, *again = NULL;
@@ -144,18 +144,19 @@ PP_INLINE void scores_of_group(const int DT, int heads, const pp_tile *tile, int
 PP_FOR_DTYPES(scores_of_group, (int heads, const pp_tile *tile, int first, const float *q, int64_t q_step, float *s),
               heads, tile, first, q, q_step, s)
 
-/* Adds p V of all tokens of the tile to NV vectors of dims, from `column` of V's dims on, which lies in a run that is
- * `width` dims wide. */
+/* Adds p V of all tokens of the tile to NV vectors of dims, starting at dim `column` of V.  That dim is in a run of
+ * `width` dims. */
 PP_INLINE void values(const int DT, const int HEADS, const int NV, const int MODE, const pp_tile *tile, int width,
                       int column, const float *p, float *o, int late) {
     const int64_t run = (int64_t)(column / PP_V_RUN) * PP_V_RUN * PP_GROUP * item_bytes(DT);
     const int64_t pair_bytes = 2 * width * item_bytes(DT);
     const int64_t row_stride = tile->row_stride, from = run + column % PP_V_RUN * column_bytes(DT);
-    /* Of each pair of rows, what is as long as its part here, and from where it is read to where it is. */
+    /* The part of each pair of rows to prefetch has the same length as the part that is read here.  `prefetched` is the
+     * distance between them. */
     const int bytes = NV * PP_LANES * 2 * item_bytes(DT);
     const int64_t prefetched = column % PP_V_RUN * (2 * item_bytes(DT) - column_bytes(DT));
-    /* Of the stage's quarter each pass prefetches the lines that begin within its share: of the 4 of a pair of rows
-     * where they go as 3, 3 and 2 vectors, two, one and one. */
+    /* Each pass prefetches the cache lines of its quarter that begin in its share.  If the passes have 3, 3 and 2
+     * vectors, they prefetch two, one and one of the 4 lines of a pair of rows. */
     const int piece = NV == 3 ? 64 : bytes / 2;
     const int one_more = NV == 3 && column % PP_V_RUN == 0, line = (column % PP_V_RUN * item_bytes(DT) + 63) / 64;
     pp_v sum[PP_MAX_HEADS * 8];
@@ -186,9 +187,10 @@ PP_INLINE void values(const int DT, const int HEADS, const int NV, const int MOD
         PP_UNROLL for (int j = 0; j < NV; j++) v_store(o + g * row_stride + j * PP_LANES, sum[g * NV + j]);
 }
 
-/* The stages for a number of heads in a mode: functions each.  Chains of scores are four vectors wide for up to 3
- * heads, three for 4 heads, whose last vector has both chains at once, and else two.  The 8 vectors of a run of V go as
- * most_values at a time, and the last of 4 heads as two. */
+/* The functions of the stages, for each number of heads and each mode.  Up to 3 heads, a chain of scores is four
+ * vectors wide.  For 4 heads it is three vectors wide, and the last vector computes both chains at once.  For more
+ * heads it is two vectors wide.  The 8 vectors of a run of V are computed most_values at once; for 4 heads the last
+ * pass has two. */
 typedef void chain_stage(const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late);
 typedef void values_stage(const pp_tile *tile, int column, const float *p, float *o, int late);
 typedef struct stages {
@@ -248,7 +250,7 @@ static const stages *const all_stages[][QUARTERS + 1] = {
     [PP_BF16] = {stages_bf16, stages_bf16_once, stages_bf16_twice},
 };
 
-/* Scores of the vectors [first, end) of the tile: those of one or both of its groups. */
+/* Scores of the vectors [first, end) of the tile, in one of its groups or in both. */
 PP_INLINE void tile_scores(const int DT, int heads, const stages *of, const pp_tile *tile, int first, int end,
                            const float *q, int64_t q_step, float *s, int late) {
     const int step = score_step(heads);
@@ -263,7 +265,7 @@ PP_INLINE void tile_scores(const int DT, int heads, const stages *of, const pp_t
     }
 }
 
-/* Two vectors of dims of a run that is no PP_V_RUN wide, or of any run. */
+/* Two vectors of dims, in a run of any width. */
 PP_FOR_DTYPES_AND_HEADS(narrow_values,
                         (int heads, const pp_tile *tile, int width, int column, const float *p, float *o),
                         (heads, tile, width, column, p, o),
@@ -289,7 +291,8 @@ PP_INLINE void some_values(const int DT, const int NV, const pp_tile *tile, int 
     PP_UNROLL for (int j = 0; j < NV; j++) v_store(o + column + j * PP_LANES, sum[j]);
 }
 
-/* The same for all heads and the dims from `column` on: what is left of rows and at the ragged ends of sequences. */
+/* The same for all heads and for the dims from `column` on: used for the remaining dims of a row and at the ragged ends
+ * of sequences. */
 PP_INLINE void values_left(const int DT, int heads, const pp_tile *tile, int column, int from, int to,
                            const float *p, float *o) {
     const int dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
@@ -306,7 +309,7 @@ PP_INLINE void values_left(const int DT, int heads, const pp_tile *tile, int col
 PP_FOR_DTYPES(values_left, (int heads, const pp_tile *tile, int column, int from, int to, const float *p, float *o),
               heads, tile, column, from, to, p, o)
 
-/* Adds p V of tokens [from, to) of the tile to all dims, after scaling what is there. */
+/* Scales the sums by `rescale`, then adds p V of tokens [from, to) of the tile to all dims. */
 PP_INLINE void tile_values(const int DT, int heads, const stages *of, const pp_tile *tile, int from, int to,
                            const float *p, const float *rescale, float *o, int late) {
     const int most = most_values(heads);
@@ -332,7 +335,8 @@ PP_FOR_HEADS(make_weights_of, PP_MIXED, (int heads, float *s, float *m, float *r
              (heads, s, m, rows, row_stride, rescale, raised),
              *raised = make_weights(HEADS, s, m, rows, row_stride, rescale))
 
-/* One tile of one kv head for `heads` of its rows; arguments as those of one_tile in decode_tile.h. */
+/* Computes one tile of one kv head for `heads` of its rows.  The arguments are described at one_tile in
+ * decode_tile.h. */
 PP_INLINE void one_tile(const int DT, int heads, const pp_tile *tile, const float *q, int q_step,
                         float *rows, float *m, int mode) {
     enum { VECTORS = PP_TILE / PP_LANES };
@@ -348,7 +352,7 @@ PP_INLINE void one_tile(const int DT, int heads, const pp_tile *tile, const floa
     const float *scales = raised ? rescale : NULL;
     if (tile->block_sums) add_to_blocks(tile, heads, s, scales);
     if (!tile->next_v[0]) of = &all_stages[DT][PP_PREFETCH_NONE][heads];
-    uint32_t seen = tile->seen; /* run by run: what a row does not see must not be multiplied with, it may be NaN */
+    uint32_t seen = tile->seen; /* run by run: V of a masked token may be NaN */
     do {
         int from, to;
         seen = take_run(seen, &from, &to);

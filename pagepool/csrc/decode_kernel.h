@@ -1,14 +1,14 @@
-/* decode_kernel.h: one chunk of decode attention, in an instruction set's vocabulary.
+/* decode_kernel.h: one chunk of decode attention.
  *
- * Included once per ISA.  DT is the dtype of the pages, a constant, or PP_MIXED.  The walk, per tile of 32 tokens (two
- * groups of 16, in two pages or one) and per kv head, with up to PP_MAX_HEADS query heads at a time:
+ * Included once per ISA.  DT is a constant: the dtype of the pages, or PP_MIXED.  The loop visits each tile of 32
+ * tokens (two groups of 16, in two pages or one) and each kv head, with up to PP_MAX_HEADS query heads at once:
  *
- *   scores   32 tokens side by side, dims one after another; each K load serves all heads
+ *   scores   32 tokens in parallel, dims one after another; each K load serves all heads
  *   softmax  running shift, rescale, powers of 2
- *   values   64 dims side by side, tokens one after another; each V load serves all heads
+ *   values   64 dims in parallel, tokens one after another; each V load serves all heads
  *
- * The order of every sum is fixed by absolute token positions and nothing else; pagepool/reference/canonical.py spells
- * it out.  Which heads share a load, and how many vectors are in flight, changes no bit. */
+ * The order of every sum depends only on absolute token positions; pagepool/reference/canonical.py specifies it.  The
+ * number of heads that share a load and the number of vectors in flight do not change any bit. */
 
 /* The function for DT, mixed pages among them. */
 #define PP_BY_PAGES(DT, name) ((DT) == PP_MIXED ? name##_mixed : PP_BY_DTYPE(DT, name))

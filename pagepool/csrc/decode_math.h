@@ -1,10 +1,10 @@
 /* decode_math.h: weights and merging of partial results as decode makes them, in an instruction set's vocabulary.
  * Once per ISA, after softmax_math.h. */
 
-/* Scores (in base 2) may lie this much above what they are shifted by before that is raised: a weight is 2^8 at most,
- * as if there were 256 times as many tokens, and hardly any tile but a chunk's first raises a shift (lazy rescaling, as
- * in FlashAttention-4).  Of 7 heads with normally distributed scores one has a new maximum in 10 of a chunk's 16 tiles.
- */
+/* Lazy rescaling, as in FlashAttention-4: a score (in base 2) may exceed the current shift by this much before the
+ * shift is raised.  A weight is then at most 2^8, as if there were 256 times as many tokens.  Few tiles except the
+ * first one of a chunk raise the shift.  Without it, among 7 heads with normally distributed scores, one has a new
+ * maximum in 10 of the 16 tiles of a chunk. */
 #define PP_SLACK 8.0f
 
 /* The highest scores of a head's tile, lane by lane. */
@@ -98,11 +98,11 @@ PP_INLINE int is_fast(const int DT) { return DT == PP_F32; }
     PP_FOR_DTYPE(name, bf16, PP_BF16, parameters, __VA_ARGS__)
 #define PP_BY_DTYPE(DT, name) ((DT) == PP_F32 ? name##_f32 : (DT) == PP_F16 ? name##_f16 : name##_bf16)
 
-/* PP_FOR_HEADS defines `name`, a function of `heads`, 1 to PP_MAX_HEADS, that does `call` with HEADS, a constant, for
- * `heads`: loops over heads are unrolled in it.  Each number's call is a function by itself, since gcc took half as
- * long again for one that had all.  Where no loop is unrolled HEADS is a variable and one copy of the call serves all
- * numbers: under ASan gcc takes a fourth of the time for it.  PP_FOR_DTYPES_AND_HEADS defines name_f32, name_f16 and
- * name_bf16, with DT a constant in `call`, too. */
+/* PP_FOR_HEADS defines `name`, a function of `heads`, 1 to PP_MAX_HEADS.  It does `call` with the constant HEADS equal
+ * to `heads`, so that loops over heads are unrolled.  Each number of heads has a separate function: gcc took half as
+ * long again to compile one function with all of them.  If loops are not unrolled, HEADS is a variable and one copy of
+ * the call serves all numbers, which gcc compiles in a fourth of the time under ASan.  PP_FOR_DTYPES_AND_HEADS defines
+ * name_f32, name_f16 and name_bf16, with the constant DT in `call`. */
 #if PP_UNROLLS
 #define PP_HEADS_TO_4(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__) DO(4, __VA_ARGS__)
 #define PP_HEADS_TO_6(DO, ...) PP_HEADS_TO_4(DO, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__)
@@ -140,7 +140,7 @@ PP_INLINE void transform_scores(const pp_tile *tile, int behind, int heads, floa
     if (tile->alibi_slopes) add_slopes(tile, behind, heads, s);
 }
 
-/* The first run of tokens that are seen, [from, to), and what is seen behind it; something is. */
+/* Sets [from, to) to the first run of visible tokens and returns the visible tokens after it.  `seen` must not be 0. */
 PP_INLINE uint32_t take_run(uint32_t seen, int *from, int *to) {
     *from = __builtin_ctz(seen);
     const uint32_t behind = ~(seen >> *from);
@@ -148,8 +148,8 @@ PP_INLINE uint32_t take_run(uint32_t seen, int *from, int *to) {
     return *to < PP_TILE ? seen >> *to << *to : 0;
 }
 
-/* Of the rows of a kv head from row r on, up to `to`, those that see the same of the tile: where they end is returned,
- * and `seen` of the tile is theirs.  Row r is row `at` of all. */
+/* Finds the rows of a kv head, from row r and before row `to`, that see the same tokens of the tile.  Returns the end
+ * of this range and sets tile->seen to the tokens.  Row r is row `at` of all rows. */
 PP_INLINE int32_t rows_alike(const pp_chunk *work, pp_tile *tile, int32_t r, int32_t to, int32_t at) {
     const int32_t group_size = work->group_size;
     if (!work->seen) return to;
@@ -189,7 +189,7 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
     if (sink && !merged->empty) merge_sink(merged, scaled, *sink, width);
 }
 
-/* Block by block the row's weights, out of the sums of its chunks; 0 for blocks outside of what it may see. */
+/* Computes the weight of each block of the row from the sums of its chunks.  Blocks that the row may not see get 0. */
 static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, const merged_row *merged,
                                float *scores) {
     const pp_chunk *chunk = work->chunk;
@@ -228,7 +228,7 @@ static void merge_chunks(const pp_merge *work) {
     }
 }
 
-/* to[:n] = a * to + b * from, or b * from where a is 0: what has no weight does not count, be it NaN. */
+/* to[:n] = a * to + b * from, or b * from if a is 0: a part without weight is ignored, even if it is NaN. */
 PP_INLINE void add_weighted(float *to, float a, const float *from, float b, int64_t n) {
     int64_t d = 0;
     for (; d + PP_LANES <= n; d += PP_LANES) {
@@ -245,8 +245,8 @@ PP_INLINE void add_weighted(float *to, float a, const float *from, float b, int6
     }
 }
 
-/* Weights first, so that each part is read once and the result is divided by nothing.  Where there are no parts or no
- * dims there may be no arrays of them either. */
+/* Computes the weights first.  Each part is then read once, and no final division is needed.  The arrays may be NULL if
+ * num_parts or the number of dims is 0. */
 static void merge_rows(const pp_merge_args *args) {
     for (int64_t r = 0; r < args->num_rows; r++) {
         const int64_t s = r * args->s_stride_row, v = r * args->v_stride_row;

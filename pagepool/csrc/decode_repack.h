@@ -1,10 +1,10 @@
-/* decode_repack.h: brings the tokens of a tile into the order in which the walk reads them, where they lie in another.
+/* decode_repack.h: copies the tokens of a tile into the tiled order if the page has another order.
  *
- * Included once per ISA.  Two cases: plain pages, whose K and V are rows; and V within K, which lies token-minor.  The
- * latter is a transposition of words (transpose_block.h, pack_queries.h); a word is an element or, in bf16, a square of
- * two dims and two tokens, whose middle halves change places. */
+ * Included once per ISA.  There are two cases: plain pages, where K and V are rows, and V stored within K, which is
+ * token-minor.  The second case transposes words (transpose_block.h, pack_queries.h).  A word is an element or, in
+ * bf16, a square of two dims and two tokens, in which the middle halves are swapped. */
 
-/* Dims, and tokens, of a word; its bytes; words in a row of what is transposed at once. */
+/* Dims (and tokens) of a word; bytes of a word; words in a row of a block that is transposed at once. */
 PP_INLINE int word_dims(const int DT) { return DT == PP_BF16 ? 2 : 1; }
 PP_INLINE int word_bytes(const int DT) { return DT == PP_BF16 ? 8 : item_bytes(DT); }
 PP_INLINE int transposed_side(const int DT) { return DT == PP_BF16 ? (int)PP_PAIRS : 8; }
@@ -19,7 +19,7 @@ PP_INLINE void transpose_words(const int DT, unsigned char *to, int64_t to_step,
         transpose_block_32(to, to_step, from, from_step);
 }
 
-/* Copies a word, whose middle halves change places in bf16. */
+/* Copies a word. In bf16 its middle halves are swapped. */
 PP_INLINE void transpose_word(const int DT, unsigned char *to, const unsigned char *from) {
     uint64_t square;
     if (DT != PP_BF16) {
@@ -61,7 +61,7 @@ static __attribute__((noinline)) void pack_tile(const pp_chunk *work, const pp_k
         const int64_t k_step = plain->head_dim * plain->item_bytes, v_step = plain->v_head_dim * plain->item_bytes;
         const unsigned char *k = at + offset * k_step, *v = plain->v_in_k ? k : at + plain->k_bytes + offset * v_step;
         unsigned char *group = groups + t / PP_GROUP * tiled->head_bytes;
-        /* As many as lie behind each other in the block, up to the end of the group. */
+        /* As many tokens as are consecutive in the block, up to the end of the group. */
         const int64_t left = plain->block_size - offset < end - t ? plain->block_size - offset : end - t;
         count = left < PP_GROUP - t % PP_GROUP ? (int)left : PP_GROUP - t % PP_GROUP;
         pp_rows rows = {.to = group,
