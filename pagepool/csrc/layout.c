@@ -7,8 +7,8 @@
 #include "kernels.h"
 #include "page.h"
 
-/* A head's K or V row of one token, in the page's dtype, out of its places in the page.  In tiled pages the dims of K
- * (bf16: pairs of dims) are 16 words apart, those of V side by side (bf16: every other element). */
+/* Reads one token's K or V row of a head from a page, in the dtype of the page.  In tiled pages, the dims of K (bf16:
+ * pairs of dims) are 16 words apart.  The dims of V are adjacent (bf16: every other element). */
 
 static void collect32(uint32_t *to, const uint32_t *from, int32_t n) {
     for (int32_t i = 0; i < n; i++) to[i] = from[(int64_t)i * PP_GROUP];
@@ -24,7 +24,8 @@ static int32_t run_of(const pp_kv_layout *layout, int32_t dim) {
     return layout->tiled && left > PP_V_RUN ? PP_V_RUN : left;
 }
 
-/* A row of quantised K or V of a group, times its scale and, of K, those of its channels (or NULL). */
+/* Reads a quantised row of K or V from a group: the integers times the scale of the row.  K is also multiplied by the
+ * scale of each channel, unless channel_scale is NULL. */
 static void read_quantised(int32_t dtype, int is_v, const unsigned char *group, int32_t token, int32_t dims,
                            const float *channel_scale, float *to) {
     float scale;
@@ -62,7 +63,7 @@ static void read_v(const pp_kv_layout *layout, const unsigned char *head, int32_
     }
 }
 
-/* Of `left` tokens, the first of which has `slot`, those whose slots follow each other within one group: they share
+/* Returns how many of the next `left` tokens, beginning with `slot`, have consecutive slots in one group.  They share
  * their cache lines. */
 static int64_t run_length(const pp_kv_layout *layout, int64_t slot, const int64_t *slots, int64_t left) {
     const int64_t offset = slot % layout->block_size, size = layout->tiled ? PP_GROUP : layout->block_size;
@@ -135,7 +136,7 @@ static void write_row(void *to, const source *from, const void *row) {
     kernels->narrow[from->dtype](to, row, from->dims);
 }
 
-/* `count` neighbours of a plain page, whose rows are the tokens'. */
+/* Writes `count` adjacent tokens of a plain page.  A row of such a page is one token. */
 static void write_plain(const pp_kv_layout *layout, unsigned char *block, int32_t token, int64_t count,
                         const source sources[2], int64_t t) {
     for (int32_t h = 0; h < layout->num_kv_heads; h++, block += layout->head_bytes)
@@ -161,7 +162,8 @@ pp_status pp_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t
                                {v, bytes, (int32_t)src_dtype, layout->v_dtype, layout->v_head_dim, NULL}};
     const uint64_t modes = pp_modes_enter();
     for (int64_t t = 0, n; t < num_tokens; t += n) {
-        /* Once more, since another thread may have changed it by now: whatever comes of that, it stays in the pool. */
+        /* Read and check the slot again, because another thread may have changed it.  The write then still stays inside
+         * the pool. */
         const int64_t slot = __atomic_load_n(&slot_mapping[t], __ATOMIC_RELAXED);
         n = 1;
         if (slot < 0 || slot >= num_slots) continue;

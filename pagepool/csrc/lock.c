@@ -26,7 +26,8 @@ static pp_lock registry = {0, 0, 0, &registry, &registry};
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int handlers_failed;
 
-/* The registry's own lock comes first, always: whoever holds a registered lock never asks for the registry's. */
+/* Lock order: the lock of the registry comes first. A thread that holds a registered lock never acquires the lock of
+ * the registry. */
 static void before_fork(void) {
     pp_lock_acquire(&registry);
     for (pp_lock *lock = registry.next; lock != &registry; lock = lock->next) pp_lock_acquire(lock);
@@ -37,7 +38,7 @@ static void after_fork_in_parent(void) {
     pp_lock_release(&registry);
 }
 
-/* Only the thread that forked lives on in the child: readers and writers of other threads are gone. */
+/* The child has only the thread that forked. The readers and writers of other threads do not exist there. */
 static void after_fork_in_child(void) {
     for (pp_lock *lock = registry.next; lock != &registry; lock = lock->next) lock->readers = lock->writers = 0;
     after_fork_in_parent();

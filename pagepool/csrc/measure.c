@@ -107,7 +107,8 @@ static void cut_into_blocks(const pp_decode_args *args, pp_measures *all, int64_
     if (all->slot < bytes) all->slot = aligned(bytes);
 }
 
-/* The most ranges that run at a time: limited by the threads and by the most units that there can be. */
+/* The maximum number of ranges that run at once.  It is limited by the number of threads and by the maximum number of
+ * units. */
 static int32_t most_ranges(const pp_decode_args *args, const pp_measures *all) {
     const double heads = args->pool->layout.num_kv_heads;
     double units = (double)all->num_chunks * all->slices;

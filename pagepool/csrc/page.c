@@ -1,4 +1,5 @@
-/* page.c: the page layout and copies of whole pages, which need no kernels: who allocates does not carry those. */
+/* page.c: the page layout and copies of whole pages. This file needs no kernels, so that a program that only allocates
+ * does not link them. */
 #include <string.h>
 
 #include "page.h"

@@ -11,12 +11,12 @@ static inline int pp_is_mixed(const pp_kv_layout *layout) {
     return layout->dtype != layout->v_dtype || pp_is_quantised(layout->dtype);
 }
 
-/* The scales of a head's quantised K or V of a group lie so many bytes behind its first element. */
+/* Offset of the scales of a head's quantised K or V, in bytes from its first element in the group. */
 static inline int64_t pp_scales_at(int32_t dtype, int64_t dims) {
     return dtype == PP_INT4 ? dims * PP_GROUP / 2 : dims * PP_GROUP;
 }
 
-/* The dims of the run of V that a dim is in: 64, or what is left of them. */
+/* Width of the run of V that contains `dim`: PP_V_RUN (64) dims, or fewer in the last run. */
 static inline int32_t pp_run_width(int32_t dims, int32_t dim) {
     const int32_t left = dims - dim / PP_V_RUN * PP_V_RUN;
     return left < PP_V_RUN ? left : PP_V_RUN;

@@ -3,8 +3,8 @@
  *
  *   NH(key, m) = sum over i of (m[2i] + key[2i]) * (m[2i+1] + key[2i+1])  mod 2^128
  *
- * Two chunks that differ have equal sums with probability 2^-64 over the key.  A second sum, whose key begins two words
- * later (Toeplitz), makes that 2^-128.  Costs two products for 16 bytes. */
+ * Two different chunks have equal sums with probability 2^-64 over the key.  A second sum, with the key shifted by two
+ * words (Toeplitz), reduces this to 2^-128.  The cost is two products for each 16 bytes. */
 #ifndef PP_PAGE_SUM_H
 #define PP_PAGE_SUM_H
 
@@ -39,8 +39,8 @@ static inline void pp_sum_chunk(const unsigned char *key, const unsigned char *c
     memcpy(sums + sizeof first, &second, sizeof second);
 }
 
-/* The sums of all chunks, PP_SUM_BYTES for each; the end of the last chunk counts as zeros.  The caller hashes them
- * together with `bytes`, so that zeros at the end count, too. */
+/* Computes the sums of all chunks, PP_SUM_BYTES for each.  The last chunk is padded with zeros.  The caller also hashes
+ * `bytes`, so that the number of zeros at the end changes the result. */
 static inline void pp_page_sums(const unsigned char *key, const unsigned char *page, size_t bytes, unsigned char *sums)
 {
     unsigned char last[PP_SUM_CHUNK];

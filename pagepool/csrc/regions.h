@@ -1,8 +1,8 @@
-/* regions.h: the page memories that follow an allocator's ids.
+/* regions.h: the page memories that an allocator's block ids refer to.
  *
- * Pools attach their pages to the allocator whose ids name them; when a sequence un-shares a block, the page is copied
- * in every attached pool.  The allocator's lock guards the list: copying reads it as a reader, attaching and detaching
- * change it as a writer, so that a pool's memory cannot go while a page of it is copied. */
+ * A pool attaches its pages to the allocator of its block ids.  When a sequence un-shares a block, the page is copied
+ * in every attached pool.  The allocator's lock guards the list: copying holds it as a reader, attaching and detaching
+ * hold it as a writer.  The memory of a pool therefore cannot be freed while one of its pages is copied. */
 #ifndef PP_REGIONS_H
 #define PP_REGIONS_H
 
@@ -18,11 +18,11 @@ typedef struct pp_regions {
  * block size, PP_NO_MEMORY; then nothing has changed. */
 pp_status pp_regions_attach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool);
 
-/* Removes `pool`, if it is there, after the copies under way. */
+/* Removes `pool` if it is attached, after running copies have finished. */
 void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool);
 
-/* Copies the page of `src` onto that of `dst`, all layers, in every attached pool.  The caller holds references to
- * both and not the lock. */
+/* Copies page `src` to page `dst`, for all layers, in every attached pool.  The caller must hold references to both
+ * pages and must not hold the lock. */
 void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src);
 
 /* Bytes of a block's pages in all attached pools together. */
@@ -36,8 +36,8 @@ pp_status pp_regions_read_block(const pp_regions *regions, pp_lock *lock, int32_
 pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes,
                                  int64_t num_bytes);
 
-/* Fills the pages of those `blocks` that have no reference with bits that are NaN in every float dtype, in every
- * attached pool.  The caller holds the lock. */
+/* Fills the pages of all `blocks` with reference count 0 with bits that are NaN in every float dtype, in every attached
+ * pool.  The caller must hold the lock. */
 void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n);
 
 /* Tokens of a block in the attached pools; 0 without a pool that has a layout. */

@@ -16,15 +16,15 @@ typedef struct pp_reservation {
  * and huge pages are asked for.  PP_NO_MEMORY when the system has no room; *reservation is then untouched. */
 pp_status pp_reserve(pp_reservation *reservation, size_t bytes, int huge);
 
-/* Gives it back; a reservation of zeros is none. */
+/* Frees the memory and zeroes the struct.  Does nothing if the struct is already zero. */
 void pp_unreserve(pp_reservation *reservation);
 
-/* The smallest piece that goes back to the system: where there is room for huge pages a whole one of them, since a part
- * would break it up for good. */
+/* The smallest unit that is returned to the system.  If the reservation has room for huge pages, it is one huge page,
+ * because returning a part would split the huge page permanently. */
 size_t pp_granule(const pp_reservation *reservation);
 
-/* Gives `bytes` from `start` on, whole granules of a mapping, back to the system: they read as zeros from then on and
- * are committed again by touch.  Returns the bytes that went: 0 when the system refuses. */
+/* Returns `bytes` from `start` on, whole granules of a mapping, to the system.  They read as zeros afterwards and are
+ * committed again at the first access.  Returns the number of bytes released: 0 if the system refuses. */
 size_t pp_discard(unsigned char *start, size_t bytes);
 
 #endif

@@ -36,7 +36,7 @@ static void first_read(const pp_decode_plan *plan, const pp_chunk *work, const u
     for (int i = 0; i < 4; i++) k[i] = groups[i] + work->part_begin / parts * work->pool->layout.head_bytes;
 }
 
-/* A piece of scratch for the calling thread alone, until it is given back. */
+/* Takes a slot of scratch for the calling thread.  Waits until one is free. */
 static int32_t take_slot(pp_decode_plan *plan) {
     for (;; pp_os_yield())
         for (int32_t i = 0; i < plan->num_slots; i++)

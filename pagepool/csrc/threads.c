@@ -1,21 +1,24 @@
 /* threads.c: the worker threads behind pp_parallel_for.
  *
- * One job at a time.  `gate` says which, whether it still takes workers, and how many are in it:
+ * Only one job runs at once.  `gate` says which job it is, whether the job still admits workers, and how many are
+ * inside:
  *
  *   gate = job number << 32 | OPEN | workers inside
  *
- * A worker enters by adding 1 to an open gate and leaves by taking 1 away.  The caller works too; when no unit is left
- * it closes the gate and waits until nobody is inside.  A worker that has not come by then (its core is busy) is not
- * waited for: it finds the gate closed.  So a job's fields are only read between entering and leaving.
+ * A worker enters by adding 1 to an open gate and leaves by subtracting 1.  The caller also works on the job.  When no
+ * unit is left, it closes the gate and waits until no worker is inside.  It does not wait for a worker that has not
+ * entered by then (its core is busy): that worker finds the gate closed.  The fields of a job are therefore only read
+ * between entering and leaving.
  *
- * A job of one layer may take 20 us, waking a thread 2 to 60 (most where a virtual CPU has halted).  So a worker that
- * has left spins for 50 us, since the next layer's job may come by then, and sleeps afterwards.  It does not spin where
- * that is in the caller's way, on the caller's own CPU.
+ * A job of one layer may take 20 us, and waking a thread takes 2 to 60 us (most if a virtual CPU has halted).  A worker
+ * that has left therefore spins for 50 us, because the job of the next layer may arrive in this time, and sleeps
+ * afterwards.  It does not spin on the CPU of the caller, where it would delay the caller.
  *
- * That is where the scheduler wakes it when the other CPUs are busy and, on virtual machines, also when they are idle:
- * KVM calls a halted CPU preempted, and Linux wakes nobody there.  So a worker that finds itself on the caller's CPU
- * moves to another one, where it is woken from then on.  If it had to wait there, that CPU is busy; the next jobs wake
- * nobody then unless they take long: two switches of threads cost 8 us and bring nothing. */
+ * The scheduler wakes a worker on the caller's CPU when the other CPUs are busy.  On virtual machines it does so even
+ * when they are idle: KVM reports a halted CPU as preempted, and Linux does not wake a thread on such a CPU.  A worker
+ * that finds itself on the caller's CPU therefore moves to another CPU, and is woken there from then on.  If it had to
+ * wait on that CPU, the CPU is busy.  The next jobs then wake no worker unless they take long, because two context
+ * switches cost 8 us and gain nothing. */
 #define _GNU_SOURCE
 #include "pagepool/threads.h"
 
@@ -33,8 +36,8 @@
 #define NUMBER(gate) ((gate) >> 32)
 
 enum { SPIN_NS = 50000, PAUSES_PER_LOOK = 64, PAUSES_AT_END = 256, STACK_BYTES = 1 << 20, LINE = 64 };
-enum { ALONE_NS = 100000, JOBS_ALONE = 16 }; /* how long a job wakes nobody, and of how many one does at once */
-enum { LATE_NS = 1000000 };                  /* who comes so late was waiting for its CPU */
+enum { ALONE_NS = 100000, JOBS_ALONE = 16 }; /* if crowded: delay before workers are woken; jobs per immediate wake */
+enum { LATE_NS = 1000000 };                  /* a worker that is this late was waiting for its CPU */
 
 typedef struct job {
     void (*body)(void *context, int64_t begin, int64_t end);
@@ -46,13 +49,13 @@ typedef struct job {
 
 /* What spinning workers read, what sleeping ones wait for and what all write while they work: a cache line each. */
 static struct {
-    pthread_mutex_t caller;  /* held by the one thread whose job the workers do */
+    pthread_mutex_t caller;  /* held by the thread that owns the current job */
     int num_workers;         /* started so far; only the holder of `caller` changes it */
     _Alignas(LINE) _Atomic uint64_t gate;
     _Atomic int caller_cpu;  /* where the last job was given */
     _Atomic int64_t rung_at; /* when workers were last woken */
-    _Atomic int crowded;     /* who was woken last came late, or cannot leave the caller's CPU */
-    unsigned num_alone;      /* jobs that woke nobody at once for that reason; the holder's of `caller` */
+    _Atomic int crowded;     /* the last woken worker was late, or cannot leave the caller's CPU */
+    unsigned num_alone;      /* jobs started while crowded; guarded by `caller` */
     _Alignas(LINE) _Atomic uint32_t bell; /* rung at each job; what sleeping workers wait for */
     _Atomic int num_sleeping;
     _Alignas(LINE) job job;
@@ -64,7 +67,7 @@ static int64_t now_ns(void) {
     return now.tv_sec * (int64_t)1000000000 + now.tv_nsec;
 }
 
-/* Takes the next range of at most 1 / `share` of what is left, at least a unit; 0 when nothing is left. */
+/* Takes the next range: at most 1 / `share` of the remaining units, but at least one.  Returns 0 if no unit remains. */
 static int take(job *job, int64_t share, int64_t *begin, int64_t *end) {
     *begin = atomic_load_explicit(&job->next, memory_order_relaxed);
     do {
@@ -140,7 +143,7 @@ static void *worker(void *unused) {
     return NULL;
 }
 
-/* After fork only the calling thread exists: the child starts with no workers and nobody's job. */
+/* After a fork only the calling thread exists: the child starts without workers and without a job. */
 static void forget_workers(void) {
     pthread_mutex_init(&pool.caller, NULL);
     pool.num_workers = 0;
@@ -204,7 +207,7 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
     pthread_mutex_unlock(&pool.caller);
 }
 
-/* What PAGEPOOL_NUM_THREADS asks for: 0 when that is nothing, -1 when it is no number of threads. */
+/* The value of PAGEPOOL_NUM_THREADS: 0 if it is unset or empty, -1 if it is not a valid number of threads. */
 static int asked_num_threads(void) {
     const char *text = getenv("PAGEPOOL_NUM_THREADS");
     if (!text || !*text) return 0;

@@ -21,7 +21,7 @@ typedef struct pp_running {
     int some; /* a chunk had a token that the row sees */
 } pp_running;
 
-/* The next piece of `memory`, or NULL of none. */
+/* Returns the next piece of `memory`, or NULL if `memory` is NULL. */
 static void *carve(unsigned char *memory, int64_t *at, int64_t bytes) {
     void *piece = memory ? memory + *at : NULL;
     *at += (bytes + 63) / 64 * 64;

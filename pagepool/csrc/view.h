@@ -1,14 +1,15 @@
 /* view.h: which tokens of a sequence its query tokens see.
  *
- * A sequence of seq_len tokens has num_queries query tokens: its last ones, so that query i stands at
+ * A sequence of seq_len tokens has num_queries query tokens, which are its last tokens.  Query i has the position
  *
- *   position(i) = seq_len - num_queries + i        (below 0: it stands before the sequence and sees nothing)
+ *   position(i) = seq_len - num_queries + i        (below 0: before the sequence; it sees no token)
  *
- * It sees token t when   first_seen(i) <= t < end_seen(i)   and, with a mask, when the mask's bit is set:
+ * It sees token t when first_seen(i) <= t < end_seen(i) and, with a mask, when the mask's bit is set:
  *
- *   mask      bit i * mask_width + (t - mask_first), little-endian in each byte; tokens before mask_first are all seen
+ *   mask      bit i * mask_width + (t - mask_first), little-endian in each byte; tokens before mask_first are visible
  *
- * Without a mask it sees its own token and those before it; with one also later ones, if their bits say so. */
+ * Without a mask a query sees its own token and earlier tokens.  With a mask it also sees later tokens with a set
+ * bit. */
 #ifndef PP_VIEW_H
 #define PP_VIEW_H
 
@@ -28,7 +29,7 @@ static inline int64_t pp_position(const pp_view *view, int64_t query) {
     return view->seq_len - view->num_queries + query;
 }
 
-/* A window may be as large as its type: what it takes away is told apart before anything is subtracted. */
+/* A window may be the largest value of its type.  The comparison before the subtraction prevents an overflow. */
 static inline int64_t pp_first_seen(const pp_view *view, int64_t query) {
     const int64_t position = pp_position(view, query);
     return view->window && position >= view->window ? position + 1 - view->window : 0;

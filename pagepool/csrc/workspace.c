@@ -33,7 +33,7 @@ void *pp_workspace_borrow(size_t bytes) {
     }
     if (posix_memalign(&memory, ALIGN, bytes)) return NULL;
     pthread_once(&once, make_ending);
-    /* What nobody would free at the thread's end is not kept. */
+    /* Keep the memory only if it will be freed when the thread exits. */
     if (own.lent || bytes > PP_WORKSPACE_KEPT || !has_ending || pthread_setspecific(ending, memory)) return memory;
     free(own.memory);
     own.memory = memory;

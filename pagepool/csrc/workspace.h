@@ -9,8 +9,9 @@
 
 enum { PP_WORKSPACE_KEPT = 8 << 20 };
 
-/* `bytes` bytes, aligned to 64, of no defined content, for the calling thread alone until it hands them to
- * pp_workspace_return; NULL where there is no memory.  One at a time: a second one is simply allocated. */
+/* Returns `bytes` uninitialised bytes, aligned to 64, for the calling thread until it passes them to
+ * pp_workspace_return.  Returns NULL if no memory is available.  A thread has one cached workspace; a second one is
+ * allocated separately. */
 void *pp_workspace_borrow(size_t bytes);
 void pp_workspace_return(void *memory);
 

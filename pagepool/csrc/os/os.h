@@ -46,8 +46,8 @@ int pp_os_current_cpu(void);
 /* The number of CPUs that the calling thread may use, at least 1. */
 int pp_os_num_cpus(void);
 
-/* Moves the calling thread from `cpu` to another CPU that it may use.  Afterwards it may use all of them as before, but
- * the system wakes it where it ran last unless other threads wait there.  Returns 0 if there is no other CPU. */
+/* Moves the calling thread from `cpu` to another CPU that it may use.  Its affinity is unchanged afterwards, but the
+ * system wakes it on the new CPU unless other threads wait there.  Returns 0 if the thread may use only `cpu`. */
 int pp_os_leave_cpu(int cpu);
 
 #if defined(__aarch64__)
