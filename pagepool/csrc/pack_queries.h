@@ -3,7 +3,7 @@
  *
  * Pairs of dims come one after another, in a pair the rows of a part: a part is transposed, its pairs as words. */
 
-/* The middle halves of 64 bits change places: each square is transposed, too. */
+/* Swaps the middle halves of a 64-bit word.  This transposes a square of 2 x 2 elements of 16 bits. */
 #define PP_TRANSPOSE_SQUARE(word) \
     (((word) & 0xffff00000000ffffu) | (((word) & 0xffff0000u) << 16) | (((word) >> 16) & 0xffff0000u))
 
@@ -25,9 +25,10 @@ PP_INLINE void transpose_squares(unsigned char *to, int64_t to_step, const unsig
 enum { PP_PAIR_FLOATS = 2 };
 _Static_assert(PP_MAX_HEADS <= 8 && 8 % PP_PAIRS == 0, "8 rows are whole squares");
 
-/* Transposes PP_LANES dims times `scale` of all rows at once, in squares of PP_PAIRS rows and as many pairs, from one
- * pair to the next `step` floats apart; there are 8 pointers, those past `rows` as good as any.  Whole vectors are
- * written for each pair: what is beyond its rows is where pairs behind it come, but for the last ones before `end`. */
+/* Transposes PP_LANES dims of all rows, times `scale`, in squares of PP_PAIRS rows and PP_PAIRS pairs.  Consecutive
+ * pairs are `step` floats apart.  `row` must have 8 readable pointers; the data of the pointers past `rows` is ignored.
+ * Each pair is written as whole vectors: later pairs overwrite the part beyond its rows, and the last vectors are cut
+ * at `end`. */
 static void transpose_queries(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
                               int32_t head_dim, float scale, const float *unused) {
     enum { SQUARES = (PP_MAX_HEADS + PP_PAIRS - 1) / PP_PAIRS };
@@ -48,7 +49,7 @@ static void transpose_queries(float *to, const float *end, int64_t step, const f
                 if (s >= squares) continue;
                 if (end - at >= PP_LANES)
                     v_store(at, transposed[s][i]);
-                else /* the last pairs: no more than what is left */
+                else /* the last pairs end at `end` */
                     memcpy(at, &transposed[s][i], (size_t)(end - at) * sizeof *at);
             }
     }
@@ -67,7 +68,7 @@ PP_INLINE void pack_parts(transpose_rows *transpose, const int pair_floats, floa
     const int32_t head_rows = group_size * num_queries, num_kv_heads = layout->num_kv_heads;
     const int32_t head_dim = layout->head_dim;
     for (int32_t kv = 0; kv < num_kv_heads; kv++) {
-        int64_t query = 0, head = 0; /* row by row: the heads of a query, then those of the next one */
+        int64_t query = 0, head = 0; /* row by row: all heads of a query, then all heads of the next query */
         for (int32_t part = 0; part < num_parts(head_rows); part++) {
             const int32_t rows = part_border(head_rows, part + 1) - part_border(head_rows, part);
             const int64_t size = (int64_t)rows * (head_dim / 2) * pair_floats;

@@ -28,7 +28,8 @@ PP_INLINE void prefetch_lines(const int TIMES, const int BEGIN, const int END, c
     }
 }
 
-/* Prefetches what is read a visit and half a visit after `bytes` at `row`, or of that parts [BEGIN, END) of OF. */
+/* Prefetches the data that is read one visit and half a visit after the `bytes` at `row`.  BEGIN, END and OF select the
+ * parts [BEGIN, END) of OF. */
 PP_INLINE void prefetch(const int mode, const int FAST, const int BEGIN, const int END, const int OF, int bytes,
                         const unsigned char *row, const unsigned char *visit, const unsigned char *half) {
     if (mode == PP_PREFETCH_ONCE) prefetch_lines(1, BEGIN, END, OF, bytes, row, visit, half);
@@ -46,7 +47,7 @@ PP_INLINE void prefetch(const int mode, const int FAST, const int BEGIN, const i
  * 96 and 64, in 16 bit 64 and 48, since a visit of 64 dims has 64 lines there.  On Intel S1 and S4 in f32 took 1.04
  * times as long by 64 and 48, S5 by 128 and 64. */
 typedef struct pp_interleaved {
-    const unsigned char *at; /* from there to what is prefetched of each group */
+    const unsigned char *at; /* base of the distances to the lines to prefetch in each group */
     int64_t far[4], near[4];
 } pp_interleaved;
 
@@ -57,7 +58,7 @@ PP_INLINE void find_line(const pp_tile *tile, int64_t visit, int64_t line, const
     PP_UNROLL for (int i = 0; i < 4; i++) bytes[i] = distance_of(groups[i] + at, from);
 }
 
-/* What is prefetched when line `line` of each group is read. */
+/* The lines to prefetch when line `line` of each group is read. */
 PP_INLINE pp_interleaved interleaved_at(const int ITEM, const pp_tile *tile, int64_t line) {
     const int FAR = 32 + 16 * ITEM, NEAR = 32 + 8 * ITEM;
     const int64_t visit = (tile->head_dim + tile->v_head_dim) * ITEM / 4; /* a line: 16 tokens of 64 / 16 / ITEM dims */
@@ -67,8 +68,8 @@ PP_INLINE pp_interleaved interleaved_at(const int ITEM, const pp_tile *tile, int
     return ahead;
 }
 
-/* LINES lines both times, parts [BEGIN, BEGIN + 1) of OF: each of another group, from `first` on, and of 8 the next one
- * of each group, too. */
+/* Prefetches LINES lines at both distances, parts [BEGIN, BEGIN + 1) of OF.  Consecutive lines are in different groups,
+ * beginning with group `first`.  If LINES is 8, the next line of each group follows. */
 PP_INLINE void prefetch_interleaved(const int BEGIN, const int OF, const int first, const int LINES,
                                     const pp_interleaved *ahead) {
     PP_UNROLL for (int i = BEGIN * 2 * LINES / OF; i < (BEGIN + 1) * 2 * LINES / OF; i++) {
@@ -81,14 +82,17 @@ PP_INLINE void prefetch_interleaved(const int BEGIN, const int OF, const int fir
     }
 }
 
-/* Opens pages, long before the walk's own prefetches come: prefetches a line of each group's from group `from` of
- * `count` on.  Of a group `bytes` are read, `first` bytes from its beginning.  Returns the group that it stopped at.
+/* Opens pages long before the prefetches of the main loop reach them: prefetches a line of each group, from group
+ * `from` of `count` on.  The `bytes` that are read in a group begin at `first`.  Returns the group at which it stopped.
  *
- * A prefetch whose address is not translated yet holds up what is behind it: under a hypervisor about 100 ns at each
- * page, a quarter of the time over pages of 8 KB on Zen 4 (S2 in bf16 3.15 ms, with it 2.78).  Prefetched together,
- * translations overlap: from eight on, how many makes no difference.  Not on wide units, whose interleaved prefetches
- * open four pages at a time: S2 in 16 bit took 1.03 times as long on Intel.  OPEN_BYTES: what a line of a page table
- * translates, eight times 4 KB, of which a hypervisor may make up huge pages. */
+ * A prefetch to an address that is not in the TLB delays the accesses after it.  Under a hypervisor this takes about
+ * 100 ns for each page, a quarter of the time over pages of 8 KB on Zen 4 (S2 in bf16: 3.15 ms without this function,
+ * 2.78 ms with it).  Translations overlap when these prefetches are issued together; eight or more at once are equally
+ * good.  Wide units do not use this function, because their interleaved prefetches open four pages at once: S2 in 16
+ * bit took 1.03 times as long on Intel.
+ *
+ * OPEN_BYTES is the range that a cache line of a page table translates: eight pages of 4 KB, which a hypervisor may map
+ * with huge pages. */
 enum { OPEN_BYTES = 1 << 15, OPEN_LINES = 32 };
 static __attribute__((noinline)) int open_pages(const pp_chunk *work, const unsigned char *const *groups, int from,
                                                 int count, int64_t first, int64_t bytes) {

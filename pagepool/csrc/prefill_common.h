@@ -21,7 +21,7 @@ typedef struct pp_panel {
     uint32_t seen[PP_TILES][PP_PANEL];     /* the tokens that a row sees, where not all rows see all */
     uint8_t whole[PP_TILES];               /* all rows see all tokens */
     uint8_t raised[PP_TILES];
-    int first, end;                        /* the tiles of which some row sees something */
+    int first, end;                        /* the tiles in which at least one row sees a token */
     int rows;                              /* at most PP_PANEL; the others compute nothing that counts */
     pp_row row[PP_PANEL];
     const float *q;                        /* packed: transpose_panel */
@@ -39,7 +39,7 @@ typedef struct prefill_scratch {
     unsigned char *groups, *staging;
 } prefill_scratch;
 
-/* K and V of a group of a chunk as prefill reads them, in bytes, and those of one head of a tiled page. */
+/* Bytes of one head's K and V of a group in scratch: f32 for exact arithmetic, otherwise 16 bit. */
 static int64_t wide_bytes(const pp_kv_layout *layout, int exact) {
     return PP_GROUP * (int64_t)(layout->head_dim + layout->v_head_dim) * (exact ? (int64_t)sizeof(float) : 2);
 }
@@ -71,7 +71,7 @@ static int64_t prefill_bytes(const pp_kv_layout *layout, int32_t rows) {
     return lay_out(layout, rows, NULL, &scratch);
 }
 
-/* What is prefetched behind the last groups. */
+/* The two entries after the last group, which are prefetched, repeat the last two groups. */
 static void list_behind(int groups, const unsigned char **k, const unsigned char **v) {
     for (int i = groups; i < groups + 2; i++) {
         k[i] = k[i - 2];
@@ -131,7 +131,7 @@ static void read_tiled(const pp_chunk *chunk, int32_t head, unsigned char *group
     read_chunk(chunk, head, 0, &scratch, k, v);
 }
 
-/* What the panel's rows see of the chunk's tiles; tile 0 begins at `begin`. */
+/* Determines which tokens of the chunk's tiles the panel's rows see.  Tile 0 begins at token `begin`. */
 static void look_at_tiles(pp_panel *panel, const pp_chunk *chunk, int64_t begin) {
     int64_t low = INT64_MAX, high = 0, all_from = 0, all_to = chunk->end;
     for (int r = 0; r < panel->rows; r++) {
@@ -182,7 +182,7 @@ static int sees_chunk(const pp_panel *panel, int r) {
     return 0;
 }
 
-/* The leading tokens of a tile that all rows of a pass of values see, as far as they are whole pairs. */
+/* Returns how many leading tokens of a tile all rows of a pass of values see, rounded down to whole pairs. */
 static int tokens_in_common(const pp_panel *panel, int t, int r0) {
     uint32_t all = ALL_SEEN;
     if (panel->whole[t]) return PP_TILE;
@@ -280,7 +280,8 @@ typedef struct panel_ways {
                  float *to);
     void (*read)(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch, const unsigned char **k,
                  const unsigned char **v);
-    /* The panel's result of a chunk of which it sees something; the first tile that is read begins at `begin`. */
+    /* Computes the panel's result for a chunk in which it sees at least one token.  The first tile that is read begins
+     * at token `begin`. */
     void (*chunk)(pp_panel *panel, int64_t begin, const pp_kv_layout *layout, const unsigned char *const *k,
                   const unsigned char *const *v);
 } panel_ways;

@@ -59,7 +59,8 @@ static __attribute__((noinline)) void panel_chains_of_group(const pp_panel *pane
 }
 #endif
 
-/* Scores of the tiles that are seen; of one whose second group nobody sees, those of the first. */
+/* Scores of the visible tiles.  If the second group of a tile is invisible to all rows, only the first group is
+ * computed. */
 static void panel_scores(pp_panel *panel, const unsigned char *const *k) {
     enum { PER_GROUP = PP_GROUP / PP_LANES, VECTORS = PP_TILE / PP_LANES };
     for (int t = panel->first; t < panel->end; t++) {
@@ -94,8 +95,8 @@ static __attribute__((noinline)) void panel_softmax(pp_panel *panel, int64_t beg
     }
 }
 
-/* Adds p V of the chunk's tokens [from, to), which begin and end at pairs and of which a pass of rows sees all, to NV
- * vectors of dims.  `offset` leads to them in a group, rows of which are `width` words wide. */
+/* Adds p V of the chunk's tokens [from, to) to NV vectors of dims.  Both ends are even, and all rows of the pass see
+ * these tokens.  `offset` is the offset of the dims in a group; rows of the group are `width` words wide. */
 PP_INLINE void run_of_values(const int NV, const pp_panel *panel, const unsigned char *const *v, int from,
                              int to, int r0, int64_t offset, int64_t width, float *sums) {
     pp_v sum[PP_VALUE_ROWS * 4];
@@ -153,7 +154,7 @@ static __attribute__((noinline)) void values_of_row(const unsigned char *const *
     }
 }
 
-/* The chunk's tokens [from, to), all of which a pass of rows sees. */
+/* Adds p V of the chunk's tokens [from, to), which all rows of the pass see. */
 static __attribute__((noinline)) void common_values(const pp_panel *panel, const unsigned char *const *v,
                                                     int from, int to, int r0) {
     enum { COLUMNS = PP_PANEL_VALUES * PP_LANES, RUN_BYTES = PP_V_RUN * PP_GROUP * 4 };
@@ -168,7 +169,7 @@ static __attribute__((noinline)) void common_values(const pp_panel *panel, const
         run_of_values(1, panel, v, from, to, r0, (int64_t)(whole / PP_V_RUN) * RUN_BYTES + (d - whole) * 4,
                       width, sums + d);
     for (int t = from / PP_TILE; d < dims && t * PP_TILE < to; t++)
-        for (int r = 0; r < PP_VALUE_ROWS; r++) { /* the last 8 dims of rows that are no multiple of a vector */
+        for (int r = 0; r < PP_VALUE_ROWS; r++) { /* the last 8 dims, if dims is not a multiple of a vector */
             float *row = sums + r * panel->row_stride;
             if (panel->raised[t]) v_store(row + d, v_mul(v_load(row + d), v_set1(panel->rescale[t][r0 + r])));
             values_of_row(v + 2 * t, dims, d, pp_bits_between(0, to - t * PP_TILE),

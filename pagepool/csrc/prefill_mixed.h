@@ -1,7 +1,7 @@
-/* prefill_mixed.h: prefill over pages whose K, V or both are quantised, or whose dtypes differ.  Included once per ISA,
- * after quantised.h and prefill_kernel.h. */
+/* prefill_mixed.h: prefill over pages with quantised K or V, or with different dtypes of K and V.  Included once per
+ * ISA, after quantised.h and prefill_kernel.h. */
 
-/* Scores and values of a panel's tiles (prefill_common.h), half of its rows at a time. */
+/* Scores and values of a panel's tiles (prefill_common.h) are computed for half of its rows at once. */
 enum { PANEL_PASS = PP_PANEL / 2 };
 _Static_assert((int)PANEL_PASS <= (int)PP_MAX_HEADS, "a pass has sums for half of a panel");
 

@@ -1,17 +1,18 @@
-/* quantised.h: the work on a tile of pages whose K, V or both are quantised, or whose dtypes differ.  Included once per
- * ISA, after one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
+/* quantised.h: the work on a tile of pages with quantised K or V, or with different dtypes of K and V.  Included once
+ * per ISA, after one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
  *
- * All sums over quantised elements are sums of integers, which have no order: every instruction set, decode and prefill
- * have the same bits.  The other factors are made integers, too (reference/canonical.py):
+ * Sums over quantised elements are sums of integers, so their order does not change the result: every instruction set,
+ * decode and prefill have the same bits.  The other factors are also converted to integers (reference/canonical.py):
  *
  *   queries   q[d] times the channel's scale, as integers of up to 32,512 times a scale of the row
  *   weights   of a tile, each times its token's scale of V, as integers of up to 32,512 times a scale of row and tile
  *
- * A packed row of queries has for a group of four dims two words of 32 bit, and two before all: the row's scale, times
- * sm_scale, and 128 times the sum of its integers, since stored K is 128 more than the integer.
+ * A packed row of queries has two 32-bit words for each group of four dims, and two words before them: the row's scale
+ * times sm_scale, and 128 times the sum of its integers.  The second word is needed because stored K is the integer
+ * plus 128.
  *
- * What is not quantised is read as f32, and added up as exact arithmetic does.  K and V that cannot be read as they are
- * (int4, 16 bit) are brought into scratch first: int4 in the order of int8, 16 bit in that of f32. */
+ * K or V that is not quantised is read as f32 and added in the order of exact arithmetic.  If the kernels cannot read K
+ * or V directly (int4, 16 bit), they copy it to scratch first: int4 in the order of int8, 16 bit as f32. */
 
 enum { INT_MOST = 32512, INT_WORDS = 2, INT_COLUMNS = PP_GROUP / PP_LANES };
 
@@ -59,7 +60,7 @@ PP_INLINE void ints_clear(const int COUNT, pp_ints *sums) {
         PP_UNROLL for (int j = 0; j < INT_SUMS; j++) sums[i * INT_SUMS + j] = ints_zero();
 }
 
-/* Scores of a tile for HEADS rows, NV groups at a time.  `next` is prefetched line by line, unless it is NULL. */
+/* Scores of a tile for HEADS rows, in passes of NV groups.  If `next` is not NULL, it is prefetched line by line. */
 PP_INLINE void int_scores_at(const int HEADS, const int NV, const unsigned char *const *k,
                              const unsigned char *const *next, int32_t head_dim, const float *q, int q_step,
                              float *s) {
@@ -120,7 +121,8 @@ PP_INLINE void int_scores(const int HEADS, const unsigned char *const *k, const 
     }
 }
 
-/* Of a tile's scales of V those that are not finite, a bit each; they are 0 in `scales`, the others as they are. */
+/* Copies a tile's scales of V to `scales` and replaces each scale that is not finite by 0.  Returns a mask with a bit
+ * set for each replaced scale. */
 static uint32_t finite_scales(const unsigned char *const *v, int32_t dims, float *scales) {
     uint32_t bad = 0;
     pp_v sum = v_set1(0.0f);
@@ -137,8 +139,8 @@ static uint32_t finite_scales(const unsigned char *const *v, int32_t dims, float
     return bad;
 }
 
-/* Makes a row's weights p, times the tokens' scales, integers; returns what these are to be multiplied by: NaN when a
- * token whose scale is not finite has weight. */
+/* Multiplies a row's weights p by the scales of the tokens and converts the products to integers.  Returns the factor
+ * that converts the integers back, or NaN if a token with a scale that is not finite has a weight. */
 PP_INLINE float int_weights(const float *p, const float *scales, uint32_t bad, float *words) {
     pp_v x[PP_TILE / PP_LANES];
     PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
@@ -155,8 +157,8 @@ PP_INLINE float int_weights(const float *p, const float *scales, uint32_t bad, f
     return some ? most / (float)INT_MOST : 0.0f;
 }
 
-/* Adds a tile's values to NV vectors of dims from `column` of a run on, whose rows of four tokens are `width` dims wide
- * and begin `at` bytes behind a group's V. */
+/* Adds a tile's values to NV vectors of dims, beginning at `column` of a run.  The run begins `at` bytes after the
+ * start of a group's V; its rows of four tokens are `width` dims wide. */
 PP_INLINE void int_values_at(const int HEADS, const int NV, const unsigned char *const *v,
                              const unsigned char *const *next, int64_t at, int width, int column, const float *words,
                              const float *factors, const float *rescale, float *rows, int64_t row_stride) {
@@ -200,7 +202,7 @@ typedef struct int_rows_of {
     int64_t row_stride;
 } int_rows_of;
 
-/* int_values_at of ROWS rows from row h on, of which only the first vector has dims unless all have. */
+/* int_values_at for ROWS rows from row h on.  If `all` is not set, only the first vector is inside the dims. */
 PP_INLINE void int_values_of(const int ROWS, const int NV, int all, const unsigned char *const *v,
                              const unsigned char *const *next, int64_t at, int width, int column,
                              const int_rows_of *of, int h) {

@@ -28,7 +28,8 @@ static __attribute__((noinline)) void unpack_int4(int is_v, int32_t dims, const 
     memcpy(to + pp_scales_at(PP_INT8, dims), from + pp_scales_at(PP_INT4, dims), PP_GROUP * sizeof(float));
     for (int32_t d = 0, width; d < dims; d += width) {
         width = is_v ? pp_run_width(dims, d) : 8;
-        /* Rows of `bytes`, whose lower halves come first: K's of 4 dims, V's of half of the run for 4 tokens. */
+        /* Rows of `bytes` bytes, lower halves first.  A row of K has 4 dims; a row of V has half of the run for 4
+         * tokens. */
         const int bytes = is_v ? width * 2 : PP_GROUP * 4;
         for (int row = 0; row < width * PP_GROUP / 2; row += bytes, to += bytes)
             for (int i = 0, step; i < bytes; i += step, from += step, to += step) {
@@ -41,7 +42,7 @@ static __attribute__((noinline)) void unpack_int4(int is_v, int32_t dims, const 
     }
 }
 
-/* A head's K or V of a group as it is read: where it lies, or in `scratch`. */
+/* Returns a head's K or V of a group in the order that the kernels read: `from` itself, or a copy in `scratch`. */
 static const unsigned char *bring_in(int32_t dtype, int is_v, int32_t dims, const unsigned char *from,
                                      unsigned char *scratch) {
     if (!pp_brought_in_bytes(dtype, dims)) return from;

@@ -22,7 +22,7 @@ PP_INLINE pp_v v_exp(pp_v x) {
     return exp2_of_parts(biased, v_fma(bounded, v_set1((float)(PP_LOG2_E - (float)PP_LOG2_E)), r));
 }
 
-/* The first lane; and those of one number by the very same operations. */
+/* The first lane.  The scalar functions below use it to compute one number with exactly the operations of a vector. */
 static inline float v_first(pp_v x) {
     float lanes[PP_LANES];
     v_store(lanes, x);
@@ -61,8 +61,8 @@ static __attribute__((noinline)) void cap_scores(const pp_tile *tile, int heads,
         v_store(s + t, v_mul(cap, v_tanh(v_mul(v_load(s + t), inverse))));
 }
 
-/* The positions first + t of a tile's tokens, each rounded by itself, so that none depends on the number of lanes
- * beyond 2^24 either: a multiple of 256, which is a float up to 2^31, and what is left over are added once. */
+/* The positions first + t of a tile's tokens.  Each is rounded once, so that it does not depend on the number of lanes,
+ * even beyond 2^24.  It is the sum of a multiple of 256, which is exact as a float up to 2^31, and the remainder. */
 PP_INLINE void make_positions(int32_t first, pp_v *positions) {
     static const float tokens[PP_TILE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                           16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
@@ -107,15 +107,15 @@ PP_INLINE float total_of(const float *sums) {
     return tree_sum(sum);
 }
 
-/* A row's result while its chunks are merged; `m` and `total` (in all lanes) are those of all chunks so far. */
+/* A row's result while its chunks are merged.  `m` and `total` (in all lanes) cover all chunks so far. */
 typedef struct merged_row {
     pp_v total;
     float m;
     int empty;        /* no chunk had a token that the row sees */
-    const float *sum; /* a chunk's where it lies, or what merging left */
+    const float *sum; /* sums of the first chunk, or the merged sums */
 } merged_row;
 
-/* Merges the next chunk's sums, `width` floats, into those of the chunks before, which are in `to` then. */
+/* Merges the next chunk's sums, `width` floats, with the sums of the chunks before.  `to` receives the merged sums. */
 PP_INLINE void merge_record(merged_row *merged, float *to, const float *sums, float total, float m, int64_t width) {
     const float both = m > merged->m ? m : merged->m;
     const pp_v old_scale = v_exp2(v_set1(merged->m - both)), scale = v_exp2(v_set1(m - both));
