@@ -1,16 +1,18 @@
-/* decode_tile.h: the work on a tile of one kv head, or on two neighbouring ones, for rows that share its loads.
+/* decode_tile.h: the work on a tile of one kv head, or on two neighbouring tiles, for rows that share its loads.
  *
- * Included once per ISA.  DT is the dtype of the page and HEADS the number of rows, both constants: loops over HEADS
- * are unrolled, and sums stay in registers.
+ * Included once per ISA.  DT (the dtype of the page) and HEADS (the number of rows) are constants: loops over HEADS are
+ * unrolled, and sums stay in registers.
  *
- * Two tiles at a time (TILES is 2) are read where all rows see all of both, V's dims are a multiple of PP_V_RUN and
- * lines are prefetched twice.  They are added in the order of two tiles, one after the other, bit for bit.  Softmax
- * mostly adds, which other units do than those that multiply, so the weights of one tile are made between the products
- * of the other; and sums of values are loaded and stored half as often.  It takes 7 to 17 % less than one at a time.
- * Scores and weights lie tile by tile, in a tile head by head, 32 places each. */
+ * Two tiles are computed together (TILES is 2) if all rows see all tokens of both, the number of dims of V is a
+ * multiple of PP_V_RUN, and lines are prefetched twice.  The order of additions, and so every bit, is the same as for
+ * two single tiles.  Softmax mostly adds and uses other execution units than the products, so the weights of one tile
+ * are computed between the products of the other tile.  Sums of values are loaded and stored half as often.  This takes
+ * 7 to 17 % less time than single tiles.
+ *
+ * Scores and weights are stored tile by tile, and within a tile head by head, with 32 elements for each head. */
 
-/* Of up to so many heads the first tile's weights are made before the second one's scores: between products of up to 6
- * heads softmax took 1 % more than before them. */
+/* Up to this number of heads, the weights of the first tile are computed before the scores of the second tile.  For up
+ * to 6 heads, softmax between the products took 1 % longer. */
 enum { WEIGHED_BEFORE = 6 };
 
 /* Two neighbouring rows of `width` columns as f32: a vector of each, from `column` on. */
@@ -83,7 +85,7 @@ PP_INLINE void chains(const int DT, const int HEADS, const int NV, const int EVE
      * one of each group. */
     const int LINES = NV * (ALONE ? 1 : 2) * item_bytes(DT) / 4, PAIRS = INTERLEAVED && LINES == 1 ? 4 : 2;
     const unsigned char *row = tile->k[first / PER_GROUP];
-    int64_t here[4], visit[4], half[4]; /* from there to what a vector reads, and to what is prefetched */
+    int64_t here[4], visit[4], half[4]; /* distances from `row` to each vector's loads and to prefetched lines */
     pp_v even[PP_MAX_HEADS * 4], odd[PP_MAX_HEADS * 4];
     PP_UNROLL for (int j = 0; j < NV; j++) {
         const int group = (first + j) / PER_GROUP;
@@ -151,17 +153,18 @@ PP_INLINE void add_pair(const int DT, const int HEADS, const int NV, const int H
     }
 }
 
-/* Adds p V of tokens [from, to) of the tiles to NV vectors of dims, from `column` of V's dims on, which lies in a run
- * that is `width` dims wide.  scales: of each tile, what the sums are scaled by first, or NULL.  Where it WEIGHS, what
- * is still to be weighed, of the second tile, is so while the first one is added. */
+/* Adds p V of tokens [from, to) of the tiles to NV vectors of dims, starting at dim `column` of V.  That dim is in a
+ * run of `width` dims. scales: for each tile, the factors that the sums are multiplied by first, or NULL.  If WEIGHS is
+ * set, the remaining weights of the second tile are computed while the values of the first tile are added. */
 PP_INLINE void values(const int DT, const int HEADS, const int NV, const int HALF, const int TILES, const int WEIGHS,
                       const int mode, const pp_tile *tile, const int width, int column, const int from,
                       const int to, const float *p, const float *const *scales, float *o, weighing *to_do) {
     const int RUN_BYTES = PP_GROUP * PP_V_RUN * item_bytes(DT);
     const int64_t run = (int64_t)(column / PP_V_RUN) * RUN_BYTES;
     const int pair_bytes = 2 * width * item_bytes(DT);
-    /* Each pass prefetches its part of every pair of rows, `ahead_by` bytes from what it reads: Zen 4 drops prefetches
-     * that come faster than the memory.  Of parts of less than a line, the one at the beginning of the line does. */
+    /* Each pass prefetches its part of every pair of rows, `ahead_by` bytes after the address that it reads, because
+     * Zen 4 drops prefetches that arrive faster than the memory answers.  If a part is shorter than a cache line, only
+     * the part at the beginning of the line prefetches it. */
     const int part = NV * PP_LANES * 2 * item_bytes(DT);
     const int64_t offset = run + column % PP_V_RUN * column_bytes(DT);
     const int64_t ahead_by = column % PP_V_RUN * (2 * item_bytes(DT) - column_bytes(DT));
@@ -226,8 +229,9 @@ PP_INLINE void values(const int DT, const int HEADS, const int NV, const int HAL
             v_store(o + g * tile->row_stride + column + j * PP_LANES, sum[g * NV + j]);
 }
 
-/* What is left over: one vector of tokens at the ragged end of a sequence, the last 8 dims of rows that are no multiple
- * of a vector.  Head by head, since it is little and every copy of the code is not. */
+/* The remainder: one vector of tokens at the ragged end of a sequence, or the last 8 dims if the number of dims is not
+ * a multiple of a vector.  Computes one head after another, because the work is small and each copy of the code is
+ * large. */
 PP_INLINE void scores_left(const int DT, int heads, const pp_tile *tile, int first, const float *q,
                            int q_step, float *s, int mode) {
     PP_OPAQUE(heads); /* or compilers make a copy for each number */
@@ -253,7 +257,7 @@ PP_FOR_DTYPES(values_left, (int heads, const pp_tile *tile, int width, int colum
               heads, tile, width, column, from, to, p, scales, rows)
 #endif
 
-/* The scores of a tile, as far as it has tokens that are seen. */
+/* The scores of the groups of a tile that have visible tokens. */
 PP_INLINE void tile_scores(const int DT, const int HEADS, const pp_tile *tile, const float *q, int q_step, float *s,
                            int mode) {
     enum { VECTORS = PP_TILE / PP_LANES };
@@ -269,8 +273,7 @@ PP_INLINE void tile_scores(const int DT, const int HEADS, const pp_tile *tile, c
     for (; vector < full; vector++) PP_BY_DTYPE(DT, scores_left)(HEADS, tile, vector, q, q_step, s, mode);
 }
 
-/* The values of a tile, run by run of tokens that are seen: what a row does not see must not be multiplied with, it may
- * be NaN. */
+/* The values of a tile, for each run of visible tokens.  V of a masked token may be NaN and must not be multiplied. */
 PP_INLINE void tile_values(const int DT, const int HEADS, const pp_tile *tile, const float *p, const float *scales,
                            float *rows, int mode) {
     const int columns = value_vectors(HEADS) * PP_LANES, dims = tile->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN;
@@ -314,8 +317,8 @@ PP_FOR_DTYPES_AND_HEADS(one_tile,
                         one_tile(DT, HEADS, tile, q, q_step, rows, m, mode))
 
 #if PP_STEPS
-/* Both tiles, all of which is seen; arguments as those of one_tile.  MODE is PP_PREFETCH_TWICE, or NONE where a former
- * part of the rows has prefetched, and known when it is compiled, so that no loop tests it. */
+/* Both tiles, if every row sees all their tokens.  The arguments are described at one_tile.  MODE is PP_PREFETCH_TWICE,
+ * or NONE if an earlier part of the rows has prefetched.  It is a constant, so that no loop tests it. */
 PP_INLINE void two_tiles(const int DT, const int HEADS, const int MODE, const pp_tile *tile, const float *q,
                          float *rows, float *m) {
     enum { VECTORS = 2 * PP_TILE / PP_LANES };

@@ -22,8 +22,8 @@ double pp_draw_total(const float *sums, int64_t num_chunks) {
     return total;
 }
 
-/* The first of n whose running sum is above *left, which becomes what is left for it.  Sums are rounded: where none is,
- * the last that is above 0. */
+/* Returns the first index below n at which the running sum of `parts` exceeds *left, and subtracts the earlier parts
+ * from *left.  Rounding can make every running sum too small; the last index with a part above 0 is returned then. */
 static int64_t first_above(const float *parts, int64_t n, double *left) {
     int64_t last = 0;
     for (int64_t i = 0; i < n; i++) {
@@ -40,6 +40,6 @@ int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, dou
     const int64_t chunk = first_above(sums, num_chunks, &left);
     const float *inside = weights + chunk * PP_DRAW_CHUNK;
     for (int i = 0; i < PP_DRAW_CHUNK; i++) exact += inside[i];
-    left *= exact / sums[chunk]; /* the same share of what the chunk has, unrounded */
+    left *= exact / sums[chunk]; /* scaled to the unrounded sum of the chunk */
     return chunk * PP_DRAW_CHUNK + first_above(inside, PP_DRAW_CHUNK, &left);
 }

@@ -1,7 +1,7 @@
 /* draw.h: drawing the next token.  A token is drawn by its weight, which is its probability times a constant.
  *
- * Weights lie in chunks of PP_DRAW_CHUNK, with zeros behind the last one, and each chunk has its sum: a token is found
- * by its chunk and then within it, so that running sums of a whole vocabulary are not needed. */
+ * Weights are stored in chunks of PP_DRAW_CHUNK, padded with zeros, and each chunk has its sum.  A draw finds the chunk
+ * first and then the token in it, so that running sums of a whole vocabulary are not needed. */
 #ifndef PP_DRAW_H
 #define PP_DRAW_H
 
@@ -12,18 +12,19 @@ enum { PP_DRAW_CHUNK = 256 };
 /* Chunks of the weights of `n` tokens. */
 static inline int64_t pp_draw_chunks(int64_t n) { return (n + PP_DRAW_CHUNK - 1) / PP_DRAW_CHUNK; }
 
-/* weights[i] = 2^((logits[i] - most) * scale) for i < n, 0 behind; sums: those of chunks.  No logit is above `most`,
- * and none is NaN. */
+/* weights[i] = 2^((logits[i] - most) * scale) for i < n, and 0 for the padding.  `sums` receives the sum of each chunk.
+ * `most` must be at least every logit, and no logit may be NaN. */
 void pp_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums);
 
-/* Keeps the weights that come before that of `place` in falling order, of equal ones the first first; the others and
- * its own become 0.  `sums` follow. */
+/* Ranks weights from high to low, and equal weights by position.  Keeps the weights that rank before the weight at
+ * `place`, sets all other weights (including this one) to 0, and updates `sums`. */
 void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums);
 
 /* The sum of all. */
 double pp_draw_total(const float *sums, int64_t num_chunks);
 
-/* The place whose share of all weights has `number`, from 0 up to but not 1, in it; at least one is above 0. */
+/* Returns the position at which the running sum of the weights, as a fraction of the total, exceeds `number`.  Requires
+ * 0 <= number < 1 and at least one weight above 0. */
 int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number);
 
 #endif

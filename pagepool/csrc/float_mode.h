@@ -1,11 +1,12 @@
-/* float_mode.h: rounding and subnormals as IEEE 754 has them, whatever the calling thread has chosen.
+/* float_mode.h: sets IEEE 754 rounding and subnormals, whatever modes the calling thread has chosen.
  *
- * Each thread has modes of its own: fesetround changes them, and so does a library compiled with -ffast-math, which
- * makes the thread that loads it flush subnormals from then on.  Workers have those of the thread that started them.
- * So whatever computes enters the default modes first and leaves them in the end, or bits would depend on who ran what.
+ * Each thread has its own modes. fesetround changes them, and so does a library compiled with -ffast-math: the thread
+ * that loads it flushes subnormals from then on.  A worker has the modes of the thread that started it.  Code that
+ * computes must therefore enter the default modes first and restore the old modes at the end.  Otherwise the bits of a
+ * result would depend on the thread.
  *
- * A compiler knows nothing of it and may move arithmetic out: what lies between must be in functions that are not
- * inlined, as kernels are. */
+ * The compiler is not aware of the modes and may move arithmetic out of the region.  The code inside must be in
+ * functions that are not inlined, as kernels are. */
 #ifndef PP_FLOAT_MODE_H
 #define PP_FLOAT_MODE_H
 

@@ -29,8 +29,7 @@
 #define PP_UNROLL _Pragma("GCC unroll 16")
 #endif
 
-/* The bits of 2^(j / 8), less j << 20: with n * 8 << 20 added they are those of 2^n, where the last bits of n * 8 are
- * j. */
+/* The bits of 2^(j / 8), minus j << 20.  If the last bits of n * 8 are j, adding n * 8 << 20 gives the bits of 2^n. */
 static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
                                                                     0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
 
@@ -50,12 +49,12 @@ static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 
 #define PP_INTERLEAVE_HIGH_4(words, a, b) ((words){a[2], b[2], a[3], b[3]})
 #endif
 
-/* Adding it rounds a float of up to 2^22 to a whole number, nearest even, which its last bits hold, counted from those
- * of PP_ROUND. */
+/* Adding PP_ROUND rounds a float of magnitude up to 2^22 to the nearest integer, ties to even.  The low bits of the sum
+ * minus PP_ROUND_BITS are the integer. */
 #define PP_ROUND 12582912.0f /* 1.5 * 2^23 */
 #define PP_ROUND_BITS 0x4b400000
 
-/* What is to be quantised counts as 0 below: its inverse and the scale are normal numbers then. */
+/* Smaller maxima are quantised as 0.  From this limit on, the scale and its inverse are normal numbers. */
 #define PP_LEAST_QUANTISED 0x1p-100f
 
 /* Compilers forget what they know of a variable, and work out nothing from it beforehand. */
@@ -83,9 +82,9 @@ PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
 #define PP_WIDE 0
 #endif
 
-/* What the walk over a chunk hands to the work on one tile of one kv head, or on two. */
+/* A tile of one kv head, or two tiles, as the loop over a chunk passes it to the functions that compute it. */
 typedef struct pp_tile {
-    const unsigned char *k[4], *v[4];           /* of its two groups of 16 tokens, and of those of the tile after it */
+    const unsigned char *k[4], *v[4];           /* its two groups of 16 tokens, then both groups of the next tile */
     const unsigned char *next_k[4], *next_v[4]; /* what will be read next: prefetched; next_v may be NULLs */
     int step;                                   /* the tile after it is done along: all rows see all of both */
     uint32_t seen;                              /* a bit for each of its tokens; not 0 */

@@ -15,8 +15,9 @@ enum { PP_PREFETCH_NONE, PP_PREFETCH_ONCE, PP_PREFETCH_TWICE };
 int pp_prefetch_mode(void);
 
 #if defined(__x86_64__)
-/* The time of `whole` over that of `half`, which take turns: the least of each, as what else runs only adds.  By it the
- * kernels for units of 512 bits are chosen, which take as long for 512 bits as for 256. */
+/* Returns the time of `whole` divided by the time of `half`.  The functions run alternately, and the minimum of each is
+ * used, because other programs only add time.  The result selects the kernels for 512-bit units: on such CPUs 512 bits
+ * take as long as 256. */
 double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void));
 #endif
 
@@ -67,9 +68,9 @@ static inline const unsigned char *pp_group(const pp_chunk *work, int64_t index,
     return work->layer + work->blocks[index] * layout->block_bytes + offset / PP_GROUP * layout->group_bytes;
 }
 
-/* Lists the first bytes (of all heads), in a tiled layout, of the chunk's groups that lie before token `end`, from the
- * first tile on, and 4 behind them: a group without a token that is seen is stood for by the other one of its tile, and
- * tiles behind the last one by that. */
+/* Lists the address in a tiled layout (of all heads) of each group of the chunk before token `end`, beginning with the
+ * first tile, and 4 more.  If a group has no visible token, the other group of its tile is listed in its position.  The
+ * entries after the last tile repeat that tile. */
 enum { PP_CHUNK_GROUPS = PP_CHUNK / PP_GROUP + 4 };
 static inline void pp_list_groups(const pp_chunk *work, int64_t end, const unsigned char **groups) {
     const int64_t block_size = work->pool->layout.block_size, first = work->first / PP_GROUP * PP_GROUP;
@@ -89,8 +90,8 @@ static inline void pp_list_groups(const pp_chunk *work, int64_t end, const unsig
     for (int i = 0; i < 4; i++) groups[count + i] = groups[count - 2 + i % 2];
 }
 
-/* Bytes that a head's K or V of a group takes where the kernels of mixed pages cannot read it as it lies: int4 in the
- * order of int8, 16 bit in that of f32. */
+/* Bytes of scratch for one head's K or V of a group, if the kernels of mixed pages cannot read the page directly. int4
+ * is converted to the order of int8, and 16-bit floats to f32. */
 static inline int64_t pp_brought_in_bytes(int32_t dtype, int64_t dims) {
     if (dtype == PP_INT4) return pp_scales_at(PP_INT8, dims) + PP_GROUP * (int64_t)sizeof(float);
     return dtype == PP_F16 || dtype == PP_BF16 ? PP_GROUP * dims * (int64_t)sizeof(float) : 0;
@@ -125,7 +126,7 @@ typedef struct pp_queries {
     float *widened; /* room for 8 heads' queries in f32, unless dtype is PP_F32 */
 } pp_queries;
 
-/* Where the query of a token and head lies. */
+/* Address of the query of a token and head. */
 static inline const void *pp_query_at(const pp_queries *from, int64_t token, int64_t head) {
     const int64_t at = token * from->stride_token + head * from->stride_head;
     return (const char *)from->q + at * (from->dtype == PP_F32 ? (int64_t)sizeof(float) : 2);
@@ -141,7 +142,7 @@ typedef struct pp_row {
     float *seen;
 } pp_row;
 
-/* A chunk that several sequences share, for the rows of all of them of one kv head, a panel at a time. */
+/* A chunk that several sequences share, for all their rows of one kv head.  The rows are computed in panels. */
 typedef struct pp_shared {
     pp_chunk chunk;         /* as one of the sequences has it */
     int32_t kv_head, q_dtype;
@@ -173,14 +174,14 @@ typedef struct pp_rows {
     int32_t token, count;       /* the first token's place in the group; token + count <= PP_GROUP */
     const unsigned char *from;  /* the first token's elements; the next one's are `step` bytes behind */
     int64_t step;
-    const unsigned char *next;  /* what is read next: so many rows of as many elements, to be prefetched */
+    const unsigned char *next;  /* the rows that are read next, to prefetch: next_count rows */
     int32_t next_count;
     int32_t from_dtype;         /* of the elements: rounded to nearest even, or quantised, unless it is `dtype` */
     const float *channel_scale; /* NULL, or of each dim: the elements are divided by it before they are quantised */
 } pp_rows;
 
-/* The ways of computing: exactly, by products of tiles ("bf16", "bf16x2": tiles_panel.h), and with pages whose K and V
- * are quantised or of different dtypes. */
+/* The ways to compute: exactly; by products of tiles ("bf16", "bf16x2": tiles_panel.h); or with pages that have
+ * quantised K or V or different dtypes for K and V. */
 enum { PP_WAY_EXACT, PP_WAY_TILES, PP_WAY_MIXED, PP_NUM_WAYS };
 
 /* Kernels of PP_WAY_TILES. */
@@ -197,8 +198,8 @@ typedef struct pp_kernels {
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
     void (*chunk_mixed)(const pp_chunk *); /* or NULL */
     const pp_tile_kernels *tiles;
-    /* K and V of one head of a chunk of bf16 in the order of tiled pages: lists their groups, which lie in pages or are
-     * laid out at `groups`, tiled_bytes of it. */
+    /* Reads K and V of one head of a bf16 chunk in the order of tiled pages.  Lists their groups: addresses in the
+     * pages, or copies in `groups`, which has tiled_bytes bytes. */
     int64_t (*tiled_bytes)(const pp_kv_layout *layout);
     void (*read_tiled)(const pp_chunk *chunk, int32_t head, unsigned char *groups, const unsigned char **k,
                        const unsigned char **v);

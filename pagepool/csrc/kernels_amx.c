@@ -65,5 +65,5 @@ const int pp_tiles_amx_portable = 0;
 #endif
 
 #else
-typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+typedef int pp_not_this_architecture; /* ISO C requires a declaration in every file */
 #endif

@@ -1,7 +1,7 @@
-/* kernels_avx512.h: the kernels in AVX-512, and those that have AVX512_VNNI and AVX512_BF16 beside.
+/* kernels_avx512.h: the kernels for CPUs with AVX-512, AVX512_VNNI and AVX512_BF16.
  *
- * Included once with PP_WIDE 0, for cores whose vector units are 256 bits wide (Zen 4), and once with 1, for those of
- * 512 bits: simd_avx512.h says what differs.  No bit of a result does. */
+ * Included once with PP_WIDE 0, for cores with 256-bit vector units (Zen 4), and once with PP_WIDE 1, for cores with
+ * 512-bit units. simd_avx512.h describes the differences.  Both compute the same bits. */
 #include "kernel_common.h"
 
 #if defined(__x86_64__)
@@ -44,5 +44,5 @@ const pp_kernels pp_kernels_amx = PP_KERNELS_("amx", pp_tiles_amx, PP_MIXED_KERN
 #endif
 
 #else
-typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+typedef int pp_not_this_architecture; /* ISO C requires a declaration in every file */
 #endif

@@ -12,5 +12,5 @@
 #include "kernels_of_isa.h"
 
 #else
-typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+typedef int pp_not_this_architecture; /* ISO C requires a declaration in every file */
 #endif

@@ -33,7 +33,8 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-/* All of them, with the kernels of tiles and those of mixed pages, or NULLs. */
+/* All kernels of an instruction set.  `own_tiles` holds the kernels of tiles.  The other arguments are the kernels of
+ * mixed pages, or NULL. */
 #define PP_KERNELS(isa, own_tiles, mixed, mixed_pack, mixed_prefill, mixed_shared) \
     {                                                           \
         .name = isa,                                            \

@@ -18,8 +18,8 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm256_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm256_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm256_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, c); }
-/* *sum += a * b, in its place: of the three forms of an fma compilers like to take one that overwrites a factor, and
- * then run out of registers. */
+/* *sum += a * b, accumulated in the register of the sum.  Compilers prefer the form of fma that overwrites a factor,
+ * and then run out of registers. */
 static inline void v_add_product(pp_v *sum, pp_v a, pp_v b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
@@ -49,7 +49,7 @@ static inline void v_pinned_12(pp_v *a) {
 }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm256_max_ps(a, b); }
-/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
+/* 2^n for a float that holds n * 8 in its last bits. n is at least -127; the result at -127 is 0. */
 static inline pp_v v_pow2_eighths(pp_v biased) {
     const __m256i bits = _mm256_castps_si256(biased), table = _mm256_load_si256((const __m256i *)pp_eighths);
     return _mm256_castsi256_ps(

@@ -4,7 +4,7 @@
 #define PP_PANEL 12 /* rows of a panel of prefill; with vectors of scores and values 24 of 32 registers are sums */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 4
-#define PP_STEPS 1      /* the walk takes two tiles at a time where it can */
+#define PP_STEPS 1      /* the main loop computes two tiles together if possible */
 #define PP_16_REGISTERS 0
 
 typedef __m512 pp_v;
@@ -41,8 +41,9 @@ PP_INLINE pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) {
 #endif
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return _mm512_max_ps(a, b); }
-/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127.  Inlined by order: gcc calls it where
- * softmax is done between products, since that is not in a loop of its own, and S5 in bf16 took 1 % longer. */
+/* 2^n for a float that holds n * 8 in its last bits. n is at least -127; the result at -127 is 0.  Inlining is forced:
+ * gcc would call the function where softmax is computed between products, because that code is not in a loop of its
+ * own, and S5 in bf16 took 1 % longer. */
 PP_INLINE pp_v v_pow2_eighths(pp_v biased) {
     const __m512i bits = _mm512_castps_si512(biased);
     const __m512i table = _mm512_broadcast_i32x8(_mm256_load_si256((const __m256i *)pp_eighths));

@@ -23,7 +23,7 @@ static inline pp_v v_add(pp_v a, pp_v b) { return a + b; }
 static inline pp_v v_sub(pp_v a, pp_v b) { return a - b; }
 static inline pp_v v_mul(pp_v a, pp_v b) { return a * b; }
 static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
-/* Rounds twice: the one place where the bits differ from those of the instruction sets with fma. */
+/* Rounds twice. This is the only difference in bits from the instruction sets with fma. */
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
 /* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
 typedef pp_v pp_broadcast;
@@ -32,7 +32,7 @@ static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fm
 static inline pp_v v_pick(pp_vi mask, pp_v yes, pp_v no) { return (pp_v)((mask & (pp_vi)yes) | (~mask & (pp_vi)no)); }
 /* A NaN in b is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return v_pick(a > b, a, b); }
-/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
+/* 2^n for a float that holds n * 8 in its last bits. n is at least -127; the result at -127 is 0. */
 static inline pp_v v_pow2_eighths(pp_v biased) {
     const pp_vu bits = (pp_vu)biased, at = bits & 7u;
     const pp_vu table = {pp_eighths[at[0]], pp_eighths[at[1]], pp_eighths[at[2]], pp_eighths[at[3]]};

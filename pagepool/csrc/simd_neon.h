@@ -24,7 +24,7 @@ static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
 /* A NaN is kept. */
 static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
-/* 2^n for a float whose last bits are n * 8, as n is -127 or above; 0 at -127. */
+/* 2^n for a float that holds n * 8 in its last bits. n is at least -127; the result at -127 is 0. */
 static inline pp_v v_pow2_eighths(pp_v biased) {
     const uint8x16x2_t table = {{vreinterpretq_u8_u32(vld1q_u32(pp_eighths)),
                                  vreinterpretq_u8_u32(vld1q_u32(pp_eighths + 4))}};

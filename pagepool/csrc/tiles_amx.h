@@ -1,11 +1,12 @@
 /* tiles_amx.h: arithmetic "bf16" and "bf16x2" by AMX.  After simd_tiles.h and tiles_panel.h.
  *
- * Squares of 32 x 32 numbers are four tiles, 0 to 3; 4 and 5 hold what rows bring, 6 and 7 columns.  K is read where it
- * lies: 32 dims of a group of a bf16 page are a tile.  V is copied into tiles, once per chunk for all panels.
+ * Squares of 32 x 32 numbers are four tiles, 0 to 3.  Tiles 4 and 5 hold rows, tiles 6 and 7 hold columns.  K is read
+ * directly from the page: 32 dims of a group of a bf16 page are a tile.  V is copied into tiles, once per chunk for all
+ * panels.
  *
- * Tiles and vectors have execution units of their own, which work at the same time only if their instructions lie close
- * together.  So three jobs are under way, one in each stage, and after each step (4 products of tiles) comes an item of
- * softmax, which takes about as long.  It gains 10 to 20 %. */
+ * Tiles and vectors have separate execution units, which work in parallel only if their instructions are close
+ * together.  Three jobs are therefore in progress, one in each stage.  After each step (4 products of tiles) follows an
+ * item of softmax, which takes about as long.  This gains 10 to 20 %. */
 
 enum { ITEM_TILES = 4, NUM_JOBS = 3 };
 
@@ -80,7 +81,7 @@ static void copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int
         copy_v(call->v_head_dim, d, chunk->v + 2 * t, seen, v_tile_at(chunk, d, t, 0), TILE_ROW_BYTES, TILE_BYTES);
 }
 
-/* Brings K and V of a chunk, whose tile 0 begins at `begin`, into tiles. */
+/* Prepares K and V of a chunk as tiles.  Tile 0 begins at token `begin`. */
 static void read_chunk_amx(const tile_call *call, const pp_chunk *from, int32_t head, int64_t begin,
                            unsigned char *groups, amx_chunk *chunk) {
     const int tiles = (int)((from->end - begin + PP_TILE - 1) / PP_TILE), tail = call->head_dim % 32;
@@ -179,7 +180,7 @@ static void finish_job(const amx_run *run, const amx_job *c) {
         record_job(&c->job, run->row_stride);
 }
 
-/* One stage of each of up to three jobs: scores of a, softmax of b, values of c, whose result is used then. */
+/* Runs one stage of each of up to three jobs: scores of a, softmax of b, values of c.  Then records the result of c. */
 PP_INLINE void stages(const int PARTS, const amx_run *run, const amx_job *a, const amx_job *b, const amx_job *c) {
     const tile_call *call = &run->call;
     const int squares = a ? a->job.end - a->job.first : 0, v_squares = call->v_squares;
@@ -227,8 +228,8 @@ static void drain(amx_run *run) {
     run->count = 0;
 }
 
-/* Runs a job whose chunk has a V that is not finite: a weight of 0 does not hide that.  Computes the values query by
- * query, with masked tokens zeroed for each. */
+/* Runs a job if V of its chunk is not finite, because a weight of 0 does not mask such a V.  Computes the values query
+ * by query, with masked tokens zeroed for each query. */
 static void run_apart(amx_run *run, amx_job *a, float *apart) {
     tile_job *job = &a->job;
     const tile_call *call = job->call;
@@ -250,7 +251,7 @@ static void run_apart(amx_run *run, amx_job *a, float *apart) {
     finish_job(run, a);
 }
 
-/* Starts the next job, whose rows and chunk are set. */
+/* Starts the next job.  Its rows and its chunk must be set. */
 static void push(amx_run *run, amx_job *a, const pp_chunk *from, float *apart) {
     look_at_squares(&a->job, from->end);
     if (a->job.first >= a->job.end) {

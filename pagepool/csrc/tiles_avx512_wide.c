@@ -26,5 +26,5 @@
 #endif
 
 #else
-typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+typedef int pp_not_this_architecture; /* ISO C requires a declaration in every file */
 #endif

@@ -11,5 +11,5 @@
 #include "tiles_of_isa.h"
 
 #else
-typedef int pp_not_this_architecture; /* ISO C wants a declaration in every file */
+typedef int pp_not_this_architecture; /* ISO C requires a declaration in every file */
 #endif

@@ -3,9 +3,9 @@
  * A panel is up to 32 rows of one KV head (a row: one query head of one query token, of any sequence).  A job is a
  * panel and a chunk of 512 tokens, in three stages:
  *
- *   scores   32 rows x 32 tokens at a time
+ *   scores   squares of 32 rows x 32 tokens
  *   softmax  row by row.  The chunk's highest score is the shift; each weight is split into bf16 parts
- *   values   32 rows x 32 dims at a time
+ *   values   squares of 32 rows x 32 dims
  *
  * reference/canonical.py specifies the order of every sum.  No sum runs across rows, so the bits of a row do not depend
  * on its panel.  Vectors (tiles_run.h) and AMX (tiles_amx.h) compute the same bits.

@@ -90,7 +90,7 @@ static __attribute__((noinline)) void values_of_job(const tile_job *job, const u
                                                     unsigned char *copy) {
     const tile_call *call = job->call;
     for (int t = job->first; t < job->end; t++) {
-        /* A weight of 0 hides a V only if that is finite.  Else masked tokens are zeroed for each run of rows. */
+        /* A weight of 0 masks V only if V is finite.  Otherwise masked tokens are zeroed for each run of rows. */
         const int apart = !job->whole[t] && tile_not_finite(call, v + 2 * t);
         for (int d = 0; d < call->v_squares; d++) {
             const int run = 32 * d / PP_V_RUN * PP_V_RUN, left = call->v_head_dim - run;

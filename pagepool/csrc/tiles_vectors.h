@@ -170,8 +170,8 @@ PP_INLINE pp_v v_rounded(pp_v x) {
     return (pp_v)((even & ~nan & (~tiny | 0x80000000u)) | (nan & (bits | 0x400000u) & 0xffff0000u));
 }
 
-/* Splits each of 32 numbers into PARTS bf16 numbers whose sum is close to it.  The first is the nearest bf16, each
- * other one the nearest bf16 of the remainder.  Parts are `step` elements apart. */
+/* Splits each of 32 numbers into a sum of PARTS bf16 numbers.  The first part is the nearest bf16, each later part the
+ * nearest bf16 of the remainder.  Parts are `step` elements apart. */
 PP_INLINE void cut_into_parts(const int PARTS, const pp_v *x, tile_item *to, int64_t step) {
     PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) {
         pp_v rest = x[j];
