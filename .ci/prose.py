@@ -23,7 +23,6 @@ LIMITS = {
     ".": 7.0,
     ".ci": 7.0,
     "pagepool/cluster": 13.0,
-    "pagepool/csrc": 16.0,
     "pagepool/integrations": 19.0,
     "pagepool/transfer": 22.0,
     "tests/cluster": 5.0,
