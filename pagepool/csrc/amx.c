@@ -14,11 +14,11 @@ static int has_amx(void) {
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return 0; /* OSXSAVE */
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & STATE) != STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    return (d >> 22 & 1) && (d >> 24 & 1); /* AMX-BF16, AMX-TILE */
+    return (d >> 22 & 1) && (d >> 24 & 1); /* bits AMX-BF16 and AMX-TILE */
 }
 
 int pp_amx_state(void) {
-    static _Atomic int known; /* 1 more than the state; threads that race here ask twice */
+    static _Atomic int known; /* the state plus 1; threads that race here may ask twice */
     int state = atomic_load_explicit(&known, memory_order_relaxed) - 1;
     if (state < 0) {
         state = !has_amx() ? PP_AMX_MISSING : pp_os_permits_tiles() ? PP_AMX_PERMITTED : PP_AMX_REFUSED;

@@ -21,7 +21,7 @@ PP_INLINE void write_column(const int W, unsigned char *to, const unsigned char 
     }
 }
 
-/* K of `count` tokens into their columns. */
+/* Writes K of `count` tokens into their columns. */
 PP_INLINE void write_columns(const int W, const pp_rows *work, unsigned char *to, const unsigned char *from,
                              int64_t step, int words, const unsigned char *ahead) {
     int t = 0;
@@ -38,7 +38,7 @@ PP_INLINE void write_columns(const int W, const pp_rows *work, unsigned char *to
     for (; t < work->count; t++, to += W, from += step) write_column(W, to, from, words, ahead);
 }
 
-/* Every other element of a row of two tokens' V. */
+/* Writes one token of V into a row that interleaves two tokens: every other element. */
 PP_INLINE void write_every_other(unsigned char *to, const unsigned char *from, int dims, const unsigned char *ahead) {
     for (int d = 0; d < dims; d++) {
         memcpy(to + 4 * d, from + 2 * d, 2);
@@ -46,7 +46,7 @@ PP_INLINE void write_every_other(unsigned char *to, const unsigned char *from, i
     }
 }
 
-/* V of `count` tokens, two by two where both are given. */
+/* Writes V of `count` tokens.  Two tokens that share an interleaved row are written together. */
 PP_INLINE void write_woven(const pp_rows *work, unsigned char *to, const unsigned char *from, int64_t step, int dims,
                            const unsigned char *ahead) {
     for (int t = 0; t < work->count; t++) {
@@ -68,7 +68,7 @@ PP_INLINE void write_woven(const pp_rows *work, unsigned char *to, const unsigne
     }
 }
 
-/* Elements of a row in another dtype, both wide; n is at most PP_V_RUN. */
+/* Converts n elements of a row to another 16-bit or 32-bit float dtype; n is at most PP_V_RUN. */
 static void convert_row(int32_t dtype, unsigned char *to, int32_t from_dtype, const unsigned char *from, int n) {
     float wide[PP_V_RUN];
     const float *row = row_in_f32(from_dtype, from, wide, n);
@@ -78,7 +78,7 @@ static void convert_row(int32_t dtype, unsigned char *to, int32_t from_dtype, co
         (dtype == PP_F16 ? narrow_f16 : narrow_bf16)(to, row, n);
 }
 
-/* The largest |x| of a row; NaN when one is not finite. */
+/* Returns the largest |x| of a row, or NaN if an element is not finite. */
 static float largest_of(const float *row, int n) {
     pp_v most = v_set1(0.0f), sum = most;
     for (int i = 0; i < n; i += PP_LANES) {
@@ -86,13 +86,13 @@ static float largest_of(const float *row, int n) {
         memcpy(lanes, row + i, (size_t)(n - i < PP_LANES ? n - i : PP_LANES) * sizeof(float));
         const pp_v x = v_load(lanes), size = v_max(x, v_sub(v_set1(0.0f), x));
         most = v_max(size, most);
-        sum = v_add(sum, v_sub(x, x)); /* 0 unless one is not finite */
+        sum = v_add(sum, v_sub(x, x)); /* stays 0 if all are finite */
     }
     return v_sum(sum) == 0.0f ? v_highest(most) : NAN;
 }
 
-/* Makes a row integers of up to `most`; returns its scale: 0 of a row that counts as 0, NaN of one that is not
- * finite. */
+/* Quantises a row to integers of magnitude up to `most`.  Returns its scale: 0 if the row counts as 0, NaN if an
+ * element is not finite. */
 static float make_integers(const float *row, int n, int32_t most, int32_t *integers) {
     const float largest = largest_of(row, n);
     if (!(largest >= PP_LEAST_QUANTISED)) { /* or NaN */
@@ -108,7 +108,7 @@ static float make_integers(const float *row, int n, int32_t most, int32_t *integ
     return largest / (float)most;
 }
 
-/* Integers of a row to be quantised, and its scale. */
+/* Quantises a row to integers and returns its scale. */
 static float quantise_row(const pp_rows *work, const unsigned char *from, int32_t most, int32_t *integers) {
     float wide[PP_MAX_HEAD_DIM];
     const float *row = row_in_f32(work->from_dtype, from, wide, work->dims);
@@ -119,7 +119,7 @@ static float quantise_row(const pp_rows *work, const unsigned char *from, int32_
     return make_integers(row, work->dims, most, integers);
 }
 
-/* Elements of quantised pages, token by token. */
+/* Writes rows to quantised pages, token by token. */
 static void write_quantised(const pp_rows *work) {
     const int is_4 = work->dtype == PP_INT4, bias = is_4 ? 8 : work->is_v ? 0 : 128;
     int32_t integers[PP_MAX_HEAD_DIM];

@@ -4,7 +4,7 @@
 #include "cascade.h"
 #include "unit.h"
 
-/* The part of a sequence that is seen, and the number of whole chunks that two sequences have. */
+/* The visible part of a sequence, and the number of whole chunks of the shorter of two sequences. */
 static extent seen_of(const pp_decode_plan *plan, int32_t s) {
     return extent_of(&plan->args, plan->seq_lens[s], queries_of(plan, s));
 }
@@ -12,8 +12,8 @@ static int64_t end_of_both(const pp_decode_plan *plan, int32_t a, int32_t b) {
     return (plan->seq_lens[a] < plan->seq_lens[b] ? plan->seq_lens[a] : plan->seq_lens[b]) / PP_CHUNK;
 }
 
-/* The number of whole chunks that two sequences share, from the first that is seen on.  Both must begin in the same
- * block. */
+/* Returns the number of whole chunks that two sequences share, from the first visible chunk on.  Both must begin in the
+ * same block. */
 static int64_t chunks_in_common(const pp_decode_plan *plan, int32_t a, int32_t b) {
     const int64_t size = plan->args.pool->layout.block_size;
     const extent seen = seen_of(plan, a), other = seen_of(plan, b);
@@ -26,8 +26,8 @@ static int64_t chunks_in_common(const pp_decode_plan *plan, int32_t a, int32_t b
     return end > seen.first_chunk ? end - seen.first_chunk : 0;
 }
 
-/* Whether sequence a comes before b: by the first block that is seen, then by the ids of whole chunks, else as they
- * are. */
+/* Returns 1 if sequence a comes before sequence b.  The order is by the first visible block, then by the block ids of
+ * whole chunks, then by the sequence index. */
 static int comes_before(const pp_decode_plan *plan, int32_t a, int32_t b) {
     const int64_t first = seen_of(plan, a).first_block, other = seen_of(plan, b).first_block;
     if (first != other) return first < other;
@@ -38,7 +38,7 @@ static int comes_before(const pp_decode_plan *plan, int32_t a, int32_t b) {
     return plan->seq_lens[a] != plan->seq_lens[b] ? plan->seq_lens[a] < plan->seq_lens[b] : a < b;
 }
 
-/* Sorts (Shell's way, which needs no memory). */
+/* Shell sort, which needs no extra memory. */
 static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
     int32_t gap = 1;
     while (gap < n / 3) gap = 3 * gap + 1;
@@ -68,7 +68,8 @@ static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
     return 4 * alone > 5 * fetch + 3 * panel * ceil_div(rows, panel);
 }
 
-/* Chunk by chunk, lists the runs of neighbours that share it and gain by it, as they did with all chunks before. */
+/* For each chunk, lists the runs of adjacent sequences that share it and gain by sharing.  They must also have shared
+ * all earlier chunks. */
 void pp_find_shared(pp_decode_plan *plan) {
     const pp_decode_args *args = &plan->args;
     const int64_t heads = args->pool->layout.num_kv_heads;
@@ -95,14 +96,14 @@ void pp_find_shared(pp_decode_plan *plan) {
         }
 }
 
-/* The place in the list of a shared chunk's rows: row `row` of the kv head in sequence order[at], with the chunk
- * `work`. */
+/* Iterator over the rows of a shared chunk.  The next row is row `row` of the kv head in sequence order[at], with the
+ * chunk `work`. */
 typedef struct row_list {
     const pp_decode_plan *plan;
     const struct pp_shared_run *run;
     int32_t kv_head, at, row;
     pp_chunk work;
-    pp_view views[2 * PP_GROUP]; /* of the sequences that the panel at hand has rows of */
+    pp_view views[2 * PP_GROUP]; /* of the sequences with rows in the current panel */
 } row_list;
 
 static int next_rows(void *context, pp_row *rows) {
@@ -147,7 +148,8 @@ void pp_run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratch) {
                       .context = &list,
                       .scratch = scratch};
     pp_fill_chunk(plan, plan->order[run->first], run->chunk, 0, &work.chunk);
-    /* With a window each row sees of the first chunk what its view says; all begin in the same block. */
+    /* With a window, the view of each row limits what it sees of the first chunk.  All sequences begin in the same
+     * block. */
     const int64_t first = work.chunk.first_block * args->pool->layout.block_size;
     work.chunk.first = first > work.chunk.begin ? first : work.chunk.begin;
     list.work.group_size = work.chunk.group_size;

@@ -23,7 +23,7 @@ pp_status pp_check_decode(const pp_decode_args *args) {
     return PP_OK;
 }
 
-/* Bytes [begin, end); none where begin is 0. */
+/* Bytes [begin, end).  Empty if begin is 0. */
 typedef struct span {
     uintptr_t begin, end;
 } span;
@@ -44,8 +44,8 @@ static span span_of(const void *data, int64_t bytes) {
 
 static int overlap(span a, span b) { return a.begin && b.begin && a.begin < b.end && b.begin < a.end; }
 
-/* From the lowest to the highest of `rows` x `columns` pieces, whatever the signs of the strides; all in elements of
- * `item` bytes. */
+/* The span from the lowest to the highest of `rows` x `columns` pieces, for strides of either sign.  All sizes are in
+ * elements of `item` bytes. */
 static span span_of_pieces(const void *data, int64_t item, int64_t piece, int64_t rows, int64_t row_stride,
                            int64_t columns, int64_t column_stride, int *beyond) {
     if (rows < 1 || columns < 1 || piece < 1) return span_of(NULL, 0);
@@ -60,7 +60,7 @@ static span span_of_pieces(const void *data, int64_t item, int64_t piece, int64_
     return (span){(uintptr_t)data - (uintptr_t)below, (uintptr_t)data + (uintptr_t)above};
 }
 
-/* The bytes of the masks from the first on; -1 when they pass what can be addressed. */
+/* Returns the size of all masks in bytes, or -1 if it exceeds the address space. */
 static int64_t mask_bytes(const pp_decode_args *args) {
     int64_t most = 0;
     for (int32_t s = 0; args->custom_mask && s < args->num_seqs; s++) {
@@ -74,7 +74,7 @@ static int64_t mask_bytes(const pp_decode_args *args) {
     return most;
 }
 
-/* Whether one of the first `written` spans overlaps another one of `all`. */
+/* Returns 1 if one of the first `written` spans overlaps any other span of `all`. */
 static int some_overlap(const span *spans, int written, int all) {
     for (int i = 0; i < written; i++)
         for (int j = i + 1; j < all; j++)

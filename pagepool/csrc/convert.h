@@ -1,4 +1,5 @@
-/* convert.h: single elements between f32 and the dtypes of pages; to 16 bit rounds to nearest even. */
+/* convert.h: converts single elements between f32 and the dtypes of pages. Conversions to 16 bit round to nearest
+ * even. */
 #ifndef PP_CONVERT_H
 #define PP_CONVERT_H
 
@@ -27,7 +28,7 @@ static inline uint16_t pp_f32_to_bf16(float value) {
     return (uint16_t)(nan ? (bits >> 16) | 0x40u : rounded);
 }
 
-/* Exact: the exponent is re-biased by a multiplication with 2^112, which also makes subnormals right. */
+/* Exact. A multiplication by 2^112 corrects the bias of the exponent, for subnormals also. */
 static inline float pp_f16_to_f32(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000u) << 16, magnitude = (uint32_t)(half & 0x7fffu) << 13;
     uint32_t bits = pp_bits_of(pp_float_of(magnitude) * 0x1p112f);

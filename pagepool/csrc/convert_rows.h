@@ -1,7 +1,6 @@
-/* convert_rows.h: rows of elements between f32 and the dtypes of pages, in an instruction set's vocabulary.  Once per
- * ISA. */
+/* convert_rows.h: converts rows of elements between f32 and the dtypes of pages.  Included once per ISA. */
 
-/* What an instruction makes of the payload of a NaN is the instruction set's affair; a NaN it stays. */
+/* A NaN stays a NaN.  Its payload depends on the instruction set. */
 static void narrow_f16(void *to, const float *from, int64_t n) {
     uint16_t *half = to;
     int64_t i = 0;
@@ -38,7 +37,7 @@ static const float *row_in_f32(int32_t dtype, const void *row, float *wide, int3
     return wide;
 }
 
-/* Pairs of bf16 in the lanes of a vector of f32: what products of tiles work on.  A lane holds two neighbours, the
- * first in its lower half: dims of q and K, tokens of V and of the weights.  As f32 the lanes mean nothing; they are
- * loaded, broadcast and stored as such because that keeps their bits. */
+/* Pairs of bf16 in the lanes of an f32 vector: the operands of products of tiles.  A lane holds two adjacent elements,
+ * the first one in its lower half: dims of q and K, or tokens of V and of the weights.  The lanes have no meaning as
+ * f32.  They are loaded, broadcast and stored as f32 only because this keeps their bits. */
 typedef uint32_t pp_bits __attribute__((vector_size(sizeof(pp_v))));

@@ -38,7 +38,7 @@ static int runs_avx512(void) {
 static int runs_avx512_bf16(void) {
     unsigned a, b, c, d;
     if (!runs_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return 0; /* a: the last subleaf */
-    const int vnni = c >> 11 & 1; /* no CPU has bf16 without it */
+    const int vnni = c >> 11 & 1; /* every CPU with bf16 has it */
     return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
@@ -48,7 +48,7 @@ static int runs_amx(void) {
 static int suits_amx(void) { return !pp_tiles_amx_portable; }
 
 static int runs_vnni(void) {
-    static _Atomic int known; /* 1 more than the answer; CPUID takes long under a hypervisor */
+    static _Atomic int known; /* the answer plus 1; CPUID is slow under a hypervisor */
     int answer = atomic_load_explicit(&known, memory_order_relaxed);
     if (!answer) {
         unsigned a, b, c, d;
@@ -95,7 +95,7 @@ double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void)) {
     return (double)least_whole / (double)least_half;
 }
 
-/* Units of 512 bits take as long as for 256, units of 256 twice as long. */
+/* Wide units take the same time for 512 bits as for 256. Narrow units take twice as long. */
 static int is_wide(void) { return pp_time_over_half(cycles_of_zmm, cycles_of_ymm) < 1.5; }
 #endif
 
@@ -103,7 +103,7 @@ static const char *const PREFETCH_MODES[] = {
     [PP_PREFETCH_NONE] = "none", [PP_PREFETCH_ONCE] = "once", [PP_PREFETCH_TWICE] = "twice"};
 enum { UNKNOWN_MODE = PP_PREFETCH_TWICE + 1 };
 
-/* What PAGEPOOL_PREFETCH asks for: a mode, TWICE where it is not set, or UNKNOWN_MODE. */
+/* The prefetch mode in PAGEPOOL_PREFETCH: TWICE if it is not set, UNKNOWN_MODE if it is not valid. */
 static int asked_mode(void) {
     const char *name = getenv("PAGEPOOL_PREFETCH");
     int mode = PP_PREFETCH_NONE;
@@ -151,7 +151,7 @@ static const struct {
 };
 enum { NUM_CANDIDATES = sizeof CANDIDATES / sizeof CANDIDATES[0] };
 
-/* NULL for a name that is unknown here or that this machine cannot run. */
+/* Returns NULL if the name is unknown or this CPU cannot run the kernels. */
 static const pp_kernels *by_name(const char *name) {
     for (int i = 0; i < NUM_CANDIDATES; i++)
         if (!strcmp(CANDIDATES[i].kernels->name, name)) return CANDIDATES[i].runs() ? CANDIDATES[i].kernels : NULL;

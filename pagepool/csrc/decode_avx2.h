@@ -1,23 +1,24 @@
-/* decode_avx2.h: a tile of a head where there are 16 registers only, and no operand that spreads over lanes: AVX2.
+/* decode_avx2.h: a tile of a head for AVX2, which has only 16 registers and no broadcast operand.
  *
  * Included once per ISA instead of decode_tile.h; DT is the dtype of the page.  On Zen 4 with AVX2 and one thread it
  * takes 0.83 of the time of decode_tile.h in S1, 0.73 in S2 and 0.84 in S5 in bf16, 0.95 in S1 and 0.71 in S2 in f32,
- * but 1.2 in S3, which has one query head to each KV head.  What counts here:
+ * but 1.2 in S3, which has one query head for each KV head.  The reasons for this structure:
  *
- *   Every weight (an element of a query, a softmax weight) is a load of its own, and two loads start in a cycle, as
- *   two fma do: each load must serve two fma or more.  Eight fma must be under way at any time.  So 8 to 12 sums, 2 to
- *   4 vectors wide, and the scores' two chains one after the other: half of the sums, each load serves twice as many.
- *   A sum that is spilled makes its loop wait for memory.  Compilers do spill unless each stage is a function by
- *   itself, fma add in place (v_add_product), loaded vectors stay loaded (v_pinned) and an iteration of a
- *   loop over values is one pair of rows.
- *   Next to fma there is place for one other instruction and a half each, and twice as many fma as in AVX-512: how
- *   lines are prefetched is known when a loop is compiled, what runs along is found from one place, and heads are
- *   constants.
- *   There is room for few prefetches.  They are spread over all passes and parts, so that lines are requested no
- *   faster than they come: Zen 4 presumably drops what its queue has no place for. */
+ *   Loads. Every weight (an element of a query, a softmax weight) is a separate load. A cycle can start two loads and
+ *   two fma, so each load must serve at least two fma.
+ *   Latency. Eight fma must be in flight at any time. This needs 8 to 12 sums, 2 to 4 vectors wide. The two chains of
+ *   the scores run one after the other: with half of the sums, each load serves twice as many fma.
+ *   Spills. A loop with a spilled sum waits for memory. Compilers spill unless each stage is a separate function, fma
+ *   accumulates in place (v_add_product), loaded vectors stay loaded (v_pinned), and an iteration of a loop over
+ *   values is one pair of rows.
+ *   Other instructions. Each fma leaves room for one and a half other instructions, and there are twice as many fma as
+ *   in AVX-512. Therefore the prefetch mode and the number of heads are compile-time constants, and parallel addresses
+ *   are computed from one pointer.
+ *   Prefetches. There is room for few. They are spread over all passes and parts, so that lines are not requested
+ *   faster than they arrive: Zen 4 presumably drops prefetches that do not fit into its queue. */
 
-/* A vector of the first of two neighbouring rows as f32, and of the second, which are `width` columns wide; both by the
- * place of the former. */
+/* Loads a vector of two adjacent rows of `width` columns as f32: even_row of the first row, odd_row of the second.
+ * Both take the address in the first row. */
 PP_INLINE pp_v even_row(const int DT, const unsigned char *at) {
     return DT == PP_F32 ? v_even_f32(at) : DT == PP_F16 ? v_even_f16(at) : v_even_bf16(at);
 }
@@ -80,17 +81,17 @@ PP_INLINE void add_products(const int DT, const int HEADS, const int NV, const i
     if (HEADS == 3 && NV == 4) v_pinned_12(sum);
 }
 
-/* Scores of NV vectors of tokens, from vector `first` of the tile, for HEADS heads: two chains of fma, over EVEN and
- * over ODD dims, the latter after the former or both at once.  From one pair of dims to the next, queries are q_step
- * elements apart.  What a stage prefetches is spread evenly over the work of its chains, of three vectors and one:
- * three times two and one. */
+/* Scores of NV vectors of tokens for HEADS heads, from vector `first` of the tile.  There are two chains of fma, over
+ * EVEN dims and over ODD dims.  They run one after the other or both at once.  Queries of consecutive pairs of dims are
+ * q_step elements apart.  The prefetches of a stage are spread evenly over its work: three eighths in each chain of
+ * three vectors, and two eighths in the last vector. */
 PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int EVEN, const int ODD, const int MODE,
                       const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late) {
     enum { PAIRS = 2, PER_GROUP = PP_GROUP / PP_LANES };
     const int BYTES = PAIRS * k_pair_bytes(DT), LINES = BYTES / 64, IS_16_BIT = item_bytes(DT) == 2;
     const int LONE = NV == 1, GROUPS = NV == 2 ? 1 : 2, group = first / PER_GROUP;
     const int BEGIN = LONE ? 6 : EVEN ? 0 : NV == 3 ? 3 : 4; /* eighths */
-    const int TWICE = 2 * GROUPS * LINES; /* in 16 bit first what is near: S1 took 1.07 times as long line by line */
+    const int TWICE = 2 * GROUPS * LINES; /* near lines first in 16 bit: line by line S1 took 1.07 times as long */
     const int END = LONE || (ODD && NV != 3) ? 8 : NV == 3 ? (ODD ? 6 : 3) : 4;
     const int64_t steps = tile->head_dim / (2 * PAIRS);
     const unsigned char *row = tile->k[group], *const end = row + steps * BYTES;
@@ -135,7 +136,7 @@ PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int EVE
             store_chains(EVEN, ODD, s + g * PP_TILE + (first + j) * PP_LANES, even[g * NV + j], odd[g * NV + j]);
 }
 
-/* The same head by head, of one group of the tile where the other is not seen. */
+/* The same head by head for one group of the tile, if the other group is masked. */
 PP_INLINE void scores_of_group(const int DT, int heads, const pp_tile *tile, int first,
                                const float *q, int64_t q_step, float *s) {
     for (int g = 0; g < heads; g++, q += 2, s += PP_TILE)
@@ -170,7 +171,7 @@ PP_INLINE void values(const int DT, const int HEADS, const int NV, const int MOD
         const unsigned char *next = NULL, *again = NULL;
         if (MODE == QUARTERS)
             quarter_of(late, 1, tile, run + line * 64 + i * (PP_GROUP / 4 * pair_bytes), &next, &again);
-        PP_OPAQUE(end); /* or the loop is unrolled whole */
+        PP_OPAQUE(end); /* prevents full unrolling */
         for (; row < end; row += pair_bytes, p += 2) {
             if (MODE == QUARTERS) {
                 prefetch_quarter(next, again, piece + 64 * one_more);

@@ -13,8 +13,8 @@
 /* The function for DT, mixed pages among them. */
 #define PP_BY_PAGES(DT, name) ((DT) == PP_MIXED ? name##_mixed : PP_BY_DTYPE(DT, name))
 
-/* One part of a kv head's rows: those that see the same of the tile together.  Rows begin at row `from` of the head,
- * `row` of all. */
+/* Runs one part of a kv head's rows: rows that see the same tokens of the tile.  They begin at row `from` of the head,
+ * which is row `row` of all rows. */
 PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32_t from, int32_t to, int32_t row,
                         int mode) {
     const int32_t q_step = PP_PAIR_FLOATS * (to - from);
@@ -44,8 +44,8 @@ PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32
     }
 }
 
-/* The walk over a chunk.  Where pages cannot be read as they are, `tiled` lays out the groups of one tile of one head
- * in the scratch. */
+/* The loop over a chunk.  If the kernels cannot read the pages directly, `tiled` is the layout of the copy in scratch:
+ * the groups of one tile of one head. */
 PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tiled) {
     unsigned char *const scratch = work->scratch;
     const pp_kv_layout *layout = &work->pool->layout;
@@ -64,7 +64,7 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
     if (tile.cap != 0.0f) tile.inverse_cap = 1.0f / tile.cap;
     const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
     const int32_t head_begin = work->part_begin / parts;
-    for (int32_t h = first; h < last; h++) work->m[h] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
+    for (int32_t h = first; h < last; h++) work->m[h] = -FLT_MAX; /* not -inf: -inf - (-inf) is NaN */
     memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
     if (work->seen) memset(work->seen + first, 0, (size_t)(last - first) * sizeof(float));
     if (work->block_sums)
@@ -87,7 +87,7 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
     for (int i = 0; i < 4 && work->next[i]; i++) behind[i] = at_distance(work->next[i], -first_head);
     const int64_t all_see = pp_first_seen(&work->view, work->view.num_queries - 1);
     const int64_t until = pp_until_all_see(&work->view);
-    int opened = 0; /* the pages of groups before it are open */
+    int opened = 0; /* pages of the groups before this one have been opened */
     for (int64_t begin = first_tile, after; begin < work->end; begin = after, groups = next) {
         after = begin + 2 * PP_TILE;
         tile.step = steps && begin >= work->first && after <= work->end && begin >= all_see && after <= until;
@@ -152,11 +152,11 @@ PP_INLINE void chunk(const int DT, const pp_chunk *work) {
         tiled.head_bytes = pp_brought_in_bytes_of(layout);
     } else if (work->scratch) {
         pp_kv_layout_init_v(&tiled, 1, 1, layout->head_dim, layout->v_head_dim, 0, PP_GROUP, (pp_dtype)layout->dtype);
-        if (layout->tiled) { /* K is read where it is */
+        if (layout->tiled) { /* K is read in place */
             tiled.k_bytes = 0;
             tiled.head_bytes = tiled.v_bytes;
         }
-        /* Lanes past the length are loaded, though never used. */
+        /* Lanes after the end of the sequence are loaded, but their results are not used. */
         memset(work->scratch, 0, 2 * (size_t)tiled.head_bytes);
     }
     PP_BY_PAGES(DT, walk)(work, &tiled);

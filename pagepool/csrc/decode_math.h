@@ -1,5 +1,5 @@
-/* decode_math.h: weights and merging of partial results as decode makes them, in an instruction set's vocabulary.
- * Once per ISA, after softmax_math.h. */
+/* decode_math.h: softmax weights and merging of partial results for decode.  Included once per ISA, after
+ * softmax_math.h. */
 
 /* Lazy rescaling, as in FlashAttention-4: a score (in base 2) may exceed the current shift by this much before the
  * shift is raised.  A weight is then at most 2^8, as if there were 256 times as many tokens.  Few tiles except the
@@ -7,16 +7,16 @@
  * maximum in 10 of the 16 tiles of a chunk. */
 #define PP_SLACK 8.0f
 
-/* The highest scores of a head's tile, lane by lane. */
+/* The maximum of a head's scores in a tile, in each lane. */
 PP_INLINE pp_v highest_of(const float *s) {
     pp_v highest = v_load(s);
     PP_UNROLL for (int t = PP_LANES; t < PP_TILE; t += PP_LANES) highest = v_max(highest, v_load(s + t));
     return highest;
 }
 
-/* Raises the shifts m of `heads` heads to the maxima of their scores s where these are higher by more than the slack:
- * rescale becomes 2^(old - new), or 1, of each head, and its running sums are scaled.  Rare but in a chunk's first
- * tile: all heads at once, so that neither the exps nor the branches are one head's. */
+/* Raises the shifts m of `heads` heads to the maxima of their scores s, where the maximum exceeds the shift by more
+ * than the slack.  Sets rescale to 2^(old - new), or 1, for each head and scales its running sums.  This is rare except
+ * in the first tile of a chunk.  It handles all heads together, which shares the cost of exp2 and of the branches. */
 enum {
     PP_MOST_ROWS = PP_PANEL > PP_MAX_HEADS ? PP_PANEL : PP_MAX_HEADS,
     PP_RESCALES = (PP_MOST_ROWS + PP_LANES - 1) / PP_LANES * PP_LANES
@@ -39,19 +39,19 @@ static __attribute__((noinline)) void raise_shifts(int heads, const float *s, fl
     }
 }
 
-/* The same unless none is higher, which is the rule; whether some shift rose, and rescale was set.  One comparison for
- * all heads: it would take an fma's place for each. */
+/* The same with a fast path for the usual case that no shift rises.  Returns 1 if a shift rose and rescale was set.  A
+ * single comparison covers all heads, because a comparison for each head would take an issue slot of an fma. */
 PP_INLINE int raise_if_above(const int HEADS, const float *s, float *m, float *rows, int64_t row_stride,
                              float *rescale) {
     pp_v most = v_set1(0.0f);
-    PP_UNROLL for (int g = 0; g < HEADS; g++) /* a NaN does not count, of whatever head */
+    PP_UNROLL for (int g = 0; g < HEADS; g++) /* the maximum ignores NaN, in any head */
         most = v_max(v_sub(highest_of(s + g * PP_TILE), v_set1(m[g])), most);
     const int above = v_any_above(most, PP_SLACK);
     if (above) raise_shifts(HEADS, s, m, rows, row_stride, rescale);
     return above;
 }
 
-/* Makes a head's scores s of a tile weights, and adds them to its running sums. */
+/* Converts a head's scores s of a tile to weights, and adds them to its running sums. */
 PP_INLINE void weigh(float *s, float shift, float *sums) {
     enum { VECTORS = PP_TILE / PP_LANES, SUMS = PP_GROUP / PP_LANES };
     pp_v x[VECTORS];
@@ -63,14 +63,14 @@ PP_INLINE void weigh(float *s, float shift, float *sums) {
         v_store(sums + j * PP_LANES, v_add(v_load(sums + j * PP_LANES), v_add(x[j], x[j + SUMS])));
 }
 
-/* Heads [next, end) that are still to be weighed, one by one. */
+/* Heads [next, end): their weights are still to be computed, one by one. */
 typedef struct weighing {
     int next, end;
     float *s, *m, *rows;
     int64_t row_stride;
 } weighing;
 
-/* The same for all heads, after raising shifts; whether some rose, and rescale was set. */
+/* The same for all heads, after raising shifts.  Returns 1 if a shift rose and rescale was set. */
 PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
     const int raised = raise_if_above(HEADS, s, m, rows, row_stride, rescale);
     PP_UNROLL for (int g = 0; g < HEADS; g++) weigh(s + g * PP_TILE, m[g], rows + (g + 1) * row_stride - PP_GROUP);
@@ -84,7 +84,7 @@ enum { PP_MIXED = -1 };
 /* Bytes of an element, and from one element of a row to the next: in bf16 two rows are interleaved. */
 PP_INLINE int item_bytes(const int DT) { return DT == PP_F32 ? 4 : 2; }
 PP_INLINE int column_bytes(const int DT) { return DT == PP_F16 ? 2 : 4; }
-/* Whether products take less time than memory takes to deliver: prefetch.h. */
+/* Returns 1 if the products take less time than loading the data from memory: prefetch.h. */
 PP_INLINE int is_fast(const int DT) { return DT == PP_F32; }
 
 /* Functions that are not inlined exist once for each dtype, under the name of the inline function that they call.
@@ -134,7 +134,7 @@ PP_INLINE int is_fast(const int DT) { return DT == PP_F32; }
     PP_FOR_HEADS(name##_f16, PP_F16, parameters, arguments, call) \
     PP_FOR_HEADS(name##_bf16, PP_BF16, parameters, arguments, call)
 
-/* Transforms the scores of `heads` rows of the tile that begins `behind` tokens behind the one at hand. */
+/* Applies soft cap and ALiBi to the scores of `heads` rows, for the tile that begins `behind` tokens after `tile`. */
 PP_INLINE void transform_scores(const pp_tile *tile, int behind, int heads, float *s) {
     if (tile->cap != 0.0f) cap_scores(tile, heads, s);
     if (tile->alibi_slopes) add_slopes(tile, behind, heads, s);
@@ -161,14 +161,14 @@ PP_INLINE int32_t rows_alike(const pp_chunk *work, pp_tile *tile, int32_t r, int
     return end;
 }
 
-/* Tokens that are not seen score -inf. */
+/* Masked tokens get a score of -inf. */
 static __attribute__((noinline)) void mask_scores(const pp_tile *tile, int heads, float *s) {
     for (int g = 0; g < heads; g++, s += PP_TILE)
         for (int t = 0; t < PP_TILE; t++)
             if (!(tile->seen >> t & 1)) s[t] = -INFINITY;
 }
 
-/* Stores a vector of scores: of the chain over EVEN dims, of both chains, or that over ODD ones added to the former. */
+/* Stores a vector of scores: the sum over EVEN dims, the sum over ODD dims added to the stored sum, or both. */
 PP_INLINE void store_chains(const int EVEN, const int ODD, float *to, pp_v even, pp_v odd) {
     v_store(to, !ODD ? even : v_add(EVEN ? even : v_load(to), odd));
 }
@@ -202,7 +202,7 @@ static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, c
         const int64_t first = (chunk->begin + c * PP_CHUNK) / block_size;
         const float *sums = chunk->block_sums + r * chunk->num_blocks + c * work->record_stride;
         if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
-        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - merged->m); /* may be NaN: 0 of it too */
+        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - merged->m); /* NaN counts as 0 */
         for (int64_t b = begin > first ? begin - first : 0; b < chunk->num_blocks && first + b < end; b++) {
             const float weight = sums[b] * scale;
             scores[first + b] += weight;
@@ -235,7 +235,7 @@ PP_INLINE void add_weighted(float *to, float a, const float *from, float b, int6
         const pp_v scaled = v_mul(v_load(from + d), v_set1(b));
         v_store(to + d, a != 0.0f ? v_fma(v_load(to + d), v_set1(a), scaled) : scaled);
     }
-    if (d < n) { /* the rest, by way of whole vectors, so that it is rounded as they are */
+    if (d < n) { /* the remainder, with vector operations, for the same rounding */
         float x[PP_LANES] = {0}, y[PP_LANES] = {0};
         memcpy(x, to + d, (size_t)(n - d) * sizeof(float));
         memcpy(y, from + d, (size_t)(n - d) * sizeof(float));
@@ -253,9 +253,9 @@ static void merge_rows(const pp_merge_args *args) {
         float maximum = -INFINITY, total = 0.0f;
         for (int64_t i = 0; i < args->num_parts; i++) {
             const float part = args->s[s + i * args->s_stride_part];
-            if (!(part <= maximum)) maximum = part; /* of a NaN weight and result are NaN anyway */
+            if (!(part <= maximum)) maximum = part; /* a NaN makes weight and result NaN in any case */
         }
-        const float shift = maximum == -INFINITY ? 0.0f : maximum; /* nothing less nothing is NaN */
+        const float shift = maximum == -INFINITY ? 0.0f : maximum; /* -inf - (-inf) is NaN */
         for (int64_t i = 0; i < args->num_parts; i++) total += exp_one(args->s[s + i * args->s_stride_part] - shift);
         int empty = 1;
         for (int64_t i = 0; i < args->num_parts; i++) {

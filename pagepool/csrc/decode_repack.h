@@ -31,7 +31,7 @@ PP_INLINE void transpose_word(const int DT, unsigned char *to, const unsigned ch
     memcpy(to, &square, sizeof square);
 }
 
-/* V of a group of 16 tokens out of its K: once for all heads that share it. */
+/* Transposes V of a group of 16 tokens from its K, once for all heads that share it. */
 PP_INLINE void transpose_v(const int DT, int v_head_dim, const unsigned char *k, unsigned char *v) {
     const int W = word_bytes(DT), COUNT = PP_GROUP / word_dims(DT); /* words in a row of K: rows of words in V */
     const int SIDE = transposed_side(DT);
@@ -49,7 +49,7 @@ PP_INLINE void transpose_v(const int DT, int v_head_dim, const unsigned char *k,
     }
 }
 
-/* One head of the tile's tokens in plain pages, as two groups of a tiled page. */
+/* Copies the tile's tokens of one head from plain pages to two groups of a tiled page. */
 static __attribute__((noinline)) void pack_tile(const pp_chunk *work, const pp_kv_layout *tiled, int64_t begin,
                                                 int32_t head, unsigned char *groups) {
     const pp_kv_layout *plain = &work->pool->layout;
@@ -83,7 +83,7 @@ static __attribute__((noinline)) void pack_tile(const pp_chunk *work, const pp_k
     }
 }
 
-/* A pair of neighbouring rows, `width` elements wide, as f32: a vector of each. */
+/* Loads a vector of each of two adjacent rows of `width` elements, as f32. */
 PP_INLINE void load_pair(const int DT, const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
 #if PP_16_REGISTERS
     *a = even_row(DT, rows + column * column_bytes(DT));
@@ -93,7 +93,7 @@ PP_INLINE void load_pair(const int DT, const unsigned char *rows, int width, int
 #endif
 }
 
-/* K of a group of 16 tokens in f32, in the order of a page of f32. */
+/* Converts K of a group of 16 tokens to f32, in the order of an f32 page. */
 PP_INLINE void widen_k(const int DT, int head_dim, const unsigned char *k, float *to) {
     for (int d = 0; d < head_dim; d += 2, k += 2 * PP_GROUP * item_bytes(DT), to += 2 * PP_GROUP)
         for (int j = 0; j < PP_GROUP; j += PP_LANES) {
@@ -104,7 +104,7 @@ PP_INLINE void widen_k(const int DT, int head_dim, const unsigned char *k, float
         }
 }
 
-/* The same of V. */
+/* The same for V. */
 PP_INLINE void widen_v(const int DT, int v_head_dim, const unsigned char *v, float *to) {
     for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
         const int width = v_head_dim - d < PP_V_RUN ? v_head_dim - d : PP_V_RUN;
@@ -135,7 +135,7 @@ PP_FOR_DTYPE(widen_k, bf16, PP_BF16, (int head_dim, const unsigned char *k, floa
 PP_FOR_DTYPE(widen_v, f16, PP_F16, (int v_head_dim, const unsigned char *v, float *to), v_head_dim, v, to)
 PP_FOR_DTYPE(widen_v, bf16, PP_BF16, (int v_head_dim, const unsigned char *v, float *to), v_head_dim, v, to)
 
-/* How V within K is laid out as V, and how K and V are widened to f32 in the order of a tiled page. */
+/* For each dtype, functions that copy V out of K, and that convert K and V to f32 in the order of a tiled page. */
 static const struct {
     void (*transpose_v)(int, const unsigned char *, unsigned char *);
     void (*widen_k)(int, const unsigned char *, float *);

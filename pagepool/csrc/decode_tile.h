@@ -35,8 +35,8 @@ PP_INLINE void v_load2_half(const int DT, const unsigned char *rows, int width, 
 }
 #endif
 
-/* Adds the products of pairs of dims, a and b, with a head's query to NV vectors of scores, in chains over EVEN dims
- * and over ODD ones. */
+/* Adds the products of pairs of dims (a and b) with a head's query to NV vectors of scores.  EVEN and ODD dims have
+ * separate chains of sums. */
 PP_INLINE void add_dims(const int NV, const int EVEN, const int ODD, const pp_v *a, const pp_v *b,
                         const float *q, pp_v *even, pp_v *odd) {
     const pp_broadcast x = v_broadcast(q + !EVEN), y = EVEN && ODD ? v_broadcast(q + 1) : x;
@@ -46,7 +46,7 @@ PP_INLINE void add_dims(const int NV, const int EVEN, const int ODD, const pp_v 
     }
 }
 
-/* A pair of tokens of V for a vector of dims, or for HALF of one. */
+/* Loads a pair of tokens of V for a vector of dims, or for HALF of a vector. */
 PP_INLINE void load_tokens(const int DT, const int HALF, const int FIRST, const int SECOND, const unsigned char *rows,
                            int width, int column, pp_v *a, pp_v *b) {
     (void)FIRST, (void)SECOND;
@@ -60,29 +60,29 @@ PP_INLINE void load_tokens(const int DT, const int HALF, const int FIRST, const 
     v_load2(DT, rows, width, column, a, b);
 }
 
-/* Adds a token times its weight, the FIRST or the other one of a pair. */
+/* Adds V of a token times its weight.  The token is the FIRST or the second one of a pair. */
 PP_INLINE void add_token(const int NV, const int FIRST, const pp_v *x, const float *weights, pp_v *sum) {
     const pp_broadcast weight = v_broadcast(weights + !FIRST);
     PP_UNROLL for (int j = 0; j < NV; j++) sum[j] = v_fma_broadcast(x[j], weight, sum[j]);
 }
 
-/* Makes the next head's scores weights, and adds them to its running sums. */
+/* Converts the next head's scores to weights, and adds them to its running sums. */
 PP_INLINE void weigh_next(weighing *to_do) {
     const int g = to_do->next++;
     weigh(to_do->s + g * PP_TILE, to_do->m[g], to_do->rows + (g + 1) * to_do->row_stride - PP_GROUP);
 }
 
-/* Scores of NV vectors of tokens, from vector `first` of the tiles, for HEADS heads: chains over EVEN dims and over ODD
- * ones, both at once or the latter after the former.  From one pair of dims to the next, queries are q_step elements
- * apart.  Meanwhile WEIGHED heads become weights. */
+/* Scores of NV vectors of tokens for HEADS heads, from vector `first` of the tiles.  The chains over EVEN dims and over
+ * ODD dims run both at once or one after the other.  Queries of consecutive pairs of dims are q_step elements apart.
+ * Between the products, the weights of WEIGHED heads are computed. */
 PP_INLINE void chains(const int DT, const int HEADS, const int NV, const int EVEN, const int ODD, const int TILES,
                       const int WEIGHED, const int mode, const pp_tile *tile, int first, const float *q,
                       const int q_step, float *s, weighing *to_do) {
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES };
     const int PAIR_BYTES = 2 * PP_GROUP * item_bytes(DT);
     const int INTERLEAVED = PP_WIDE && TILES == 2 && mode, ALONE = EVEN != ODD;
-    /* Lines that a pair of dims prefetches where groups are interleaved; a step takes two pairs, or as many as prefetch
-     * one of each group. */
+    /* Lines that a pair of dims prefetches if groups are interleaved.  A step has two pairs, or enough pairs to
+     * prefetch a line of each group. */
     const int LINES = NV * (ALONE ? 1 : 2) * item_bytes(DT) / 4, PAIRS = INTERLEAVED && LINES == 1 ? 4 : 2;
     const unsigned char *row = tile->k[first / PER_GROUP];
     int64_t here[4], visit[4], half[4]; /* distances from `row` to each vector's loads and to prefetched lines */
@@ -94,7 +94,7 @@ PP_INLINE void chains(const int DT, const int HEADS, const int NV, const int EVE
         half[j] = distance_of(tile->v[group], row);
     }
     PP_UNROLL for (int i = 0; i < HEADS * NV; i++) even[i] = odd[i] = v_set1(0.0f);
-    pp_interleaved ahead; /* each call moves by its share of K */
+    pp_interleaved ahead; /* moves by the part of K of each call */
     if (INTERLEAVED)
         ahead = interleaved_at(item_bytes(DT), tile, (ALONE ? first + ODD : first / NV) * (tile->head_dim * LINES / 8));
     const int64_t steps = tile->head_dim / (2 * PAIRS), piece = steps / (WEIGHED + 1);
@@ -102,7 +102,7 @@ PP_INLINE void chains(const int DT, const int HEADS, const int NV, const int EVE
     for (int heads = WEIGHED; heads >= 0; heads--) {
         for (const float *stop = heads ? q + piece * PAIRS * q_step : end; q < stop; q += PAIRS * q_step) {
             if (INTERLEAVED) PP_OPAQUE(ahead.at);
-            PP_OPAQUE(row); /* or each of the places is counted up, and registers do not suffice */
+            PP_OPAQUE(row); /* otherwise each address has its own register, and they do not suffice */
             PP_UNROLL for (int i = 0; i < PAIRS; i++, row += PAIR_BYTES) {
                 pp_v a[4], b[4];
                 PP_UNROLL for (int j = 0; j < NV; j++)
@@ -131,13 +131,13 @@ PP_INLINE void chains(const int DT, const int HEADS, const int NV, const int EVE
     }
 }
 
-/* The same by both chains: at once, if there are registers for them. */
+/* The same with both chains, at once if there are enough registers. */
 PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int TILES, const int WEIGHED, const int mode,
                       const pp_tile *tile, int first, const float *q, const int q_step, float *s,
                       weighing *to_do) {
     const int APART = chains_apart(HEADS), later = APART ? WEIGHED / 2 : 0;
     chains(DT, HEADS, NV, 1, !APART, TILES, WEIGHED - later, mode, tile, first, q, q_step, s, to_do);
-    PP_OPAQUE(s); /* or the former's sums stay in registers, which the latter needs */
+    PP_OPAQUE(s); /* otherwise the sums of the first chain stay in registers that the second needs */
     if (APART) chains(DT, HEADS, NV, 0, 1, TILES, later, mode, tile, first, q, q_step, s, to_do);
 }
 
@@ -193,7 +193,7 @@ PP_INLINE void values(const int DT, const int HEADS, const int NV, const int HAL
         const float *weight = p + i / 2 * HEADS * PP_TILE +
                               (i % 2 * PP_GROUP + begin) / 2 * PP_PAIR_FLOATS;
         int t = begin;
-        if (t % 2) { /* the second token alone is seen */
+        if (t % 2) { /* only the second token is visible */
             add_pair(DT, HEADS, NV, HALF, 0, 1, row, width, weight, sum);
             t++, row += pair_bytes, weight += PP_PAIR_FLOATS;
         }
@@ -234,7 +234,7 @@ PP_INLINE void values(const int DT, const int HEADS, const int NV, const int HAL
  * large. */
 PP_INLINE void scores_left(const int DT, int heads, const pp_tile *tile, int first, const float *q,
                            int q_step, float *s, int mode) {
-    PP_OPAQUE(heads); /* or compilers make a copy for each number */
+    PP_OPAQUE(heads); /* compilers make a copy for each number otherwise */
     for (int g = 0; g < heads; g++, mode = PP_PREFETCH_NONE)
         scores(DT, 1, 1, 1, 0, mode, tile, first, q + PP_PAIR_FLOATS * g, q_step, s + g * PP_TILE, NULL);
 }
@@ -295,8 +295,9 @@ PP_INLINE void tile_values(const int DT, const int HEADS, const pp_tile *tile, c
     } while (seen);
 }
 
-/* One tile of one kv head for HEADS of its rows (a row: a query token's head) that see the same of it.  Their queries
- * begin at q, from one pair of dims to the next q_step elements apart, their sums at `rows` and their shifts at m. */
+/* One tile of one kv head for HEADS of its rows that see the same tokens (a row: a query head of one query token).
+ * Their queries begin at q; consecutive pairs of dims are q_step elements apart.  Their sums are at `rows` and their
+ * shifts at m. */
 PP_INLINE void one_tile(const int DT, const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows,
                         float *m, int mode) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
@@ -366,8 +367,8 @@ PP_FOR_DTYPES_AND_HEADS(two_tiles, (int heads, const pp_tile *tile, const float 
                         two_tiles(DT, HEADS, PP_PREFETCH_TWICE, tile, q, rows, m))
 #endif
 
-/* How part `place` of a head's rows prefetches.  Parts read the same bytes one after the other: the first prefetches
- * what is read next. */
+/* The prefetch mode of part `place` of a head's rows.  All parts read the same bytes one after another.  The first part
+ * prefetches the data that is read next. */
 PP_INLINE int part_mode(const int DT, int mode, int place, int parts, const pp_tile *tile) {
     (void)DT, (void)parts, (void)tile;
     return place == 0 ? mode : PP_PREFETCH_NONE;

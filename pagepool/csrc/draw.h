@@ -20,7 +20,7 @@ void pp_weigh(const float *logits, int64_t n, float most, float scale, float *we
  * `place`, sets all other weights (including this one) to 0, and updates `sums`. */
 void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums);
 
-/* The sum of all. */
+/* The sum of all weights. */
 double pp_draw_total(const float *sums, int64_t num_chunks);
 
 /* Returns the position at which the running sum of the weights, as a fraction of the total, exceeds `number`.  Requires

@@ -1,4 +1,4 @@
-/* draw_kernel.h: weights of tokens and the sums of their chunks, in an instruction set's vocabulary.  Once per ISA. */
+/* draw_kernel.h: weights of tokens and the sums of their chunks.  Included once per ISA. */
 
 static void weigh_tokens(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) {
     const pp_v highest = v_set1(most), factor = v_set1(scale);
@@ -22,7 +22,7 @@ static void weigh_tokens(const float *logits, int64_t n, float most, float scale
 static void keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) {
     const float weight = weights[place];
     const pp_v equal = v_set1(weight), above = v_set1(nextafterf(weight, INFINITY));
-    /* In the vector of `place` only what is above it is kept at first, and then what is equal and before it. */
+    /* In the vector that contains `place`, first keep only larger weights, then also equal weights before `place`. */
     const int64_t vector = place / PP_LANES * PP_LANES;
     float own[PP_LANES];
     v_store(own, v_load(weights + vector));

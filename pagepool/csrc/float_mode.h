@@ -15,7 +15,7 @@
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 
-/* Rounds to nearest, flushes nothing, traps nothing; the six bits below are what has happened. */
+/* Round to nearest, no flushing, no traps.  The mask excludes the lower six bits, which are status flags. */
 enum { PP_MODES = 0xffc0, PP_MODES_DEFAULT = 0x1f80 };
 static inline uint64_t pp_modes_read(void) { return _mm_getcsr(); }
 static inline void pp_modes_write(uint64_t modes) { _mm_setcsr((unsigned)modes); }
@@ -38,7 +38,7 @@ static inline void pp_modes_write(uint64_t modes) { (void)modes; }
 
 #endif
 
-/* Returns what pp_modes_leave wants.  Reading the modes takes a few cycles, writing them many. */
+/* Returns the value to pass to pp_modes_leave.  Reading the modes takes a few cycles, writing them takes many. */
 static inline uint64_t pp_modes_enter(void) {
     const uint64_t before = pp_modes_read();
     if ((before & (uint64_t)PP_MODES) != PP_MODES_DEFAULT) pp_modes_write(PP_MODES_DEFAULT);

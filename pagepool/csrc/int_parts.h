@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Four numbers of 16 bits, signed, of a query. */
+/* Splits four signed 16-bit numbers of a query into parts. */
 static inline void ints_of_query(const int32_t *q, float *words) {
     int8_t parts[2][4];
     for (int i = 0; i < 4; i++) {

@@ -1,4 +1,4 @@
-/* kernel_common.h: what every kernel source of an instruction set needs before its target region begins. */
+/* kernel_common.h: common definitions that every kernel source needs before its target region begins. */
 #ifndef PP_KERNEL_COMMON_H
 #define PP_KERNEL_COMMON_H
 
@@ -14,8 +14,8 @@
 #define PP_CAT_(a, b, c) a##b##c
 #define PP_CAT(a, b, c) PP_CAT_(a, b, c)
 
-/* Unrolls the next loop whole: its accumulators must live in registers.  Not under a sanitizer, where each load is a
- * page of code and compilers take minutes. */
+/* Unrolls the next loop completely, so that its accumulators stay in registers.  Disabled under a sanitizer, where each
+ * load is a page of code and compilers take minutes. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define PP_UNROLLS 0
 #else
@@ -33,7 +33,8 @@
 static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
                                                                     0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
 
-/* a0 b0 a1 b1 ... of the lower and of the upper halves of two vectors of 8 or 4; `words` is their type. */
+/* Interleaves the lower or the upper halves of two vectors of 8 or 4 elements: a0 b0 a1 b1 ... `words` is their
+ * type. */
 #if defined(__has_builtin)
 #if __has_builtin(__builtin_shufflevector)
 #define PP_INTERLEAVE_LOW(words, a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
@@ -57,11 +58,11 @@ static const uint32_t pp_eighths[8] __attribute__((aligned(32))) = {0x3f800000, 
 /* Smaller maxima are quantised as 0.  From this limit on, the scale and its inverse are normal numbers. */
 #define PP_LEAST_QUANTISED 0x1p-100f
 
-/* Compilers forget what they know of a variable, and work out nothing from it beforehand. */
+/* Hides the value of a variable from the optimiser, so that nothing is derived from it in advance. */
 #define PP_OPAQUE(variable) __asm__("" : "+r"(variable))
 
-/* How far it is from one place to another, and the place so far away: of places that run along together one is counted
- * up and the others are found from it.  Where memory is asked for only, nothing need be there. */
+/* The distance between two addresses, and the address at a distance.  If several addresses advance together, one is
+ * incremented and the others are computed from it.  An address used only for prefetching may be invalid. */
 PP_INLINE int64_t distance_of(const unsigned char *to, const unsigned char *from) {
     int64_t bytes = (int64_t)((uintptr_t)to - (uintptr_t)from);
     PP_OPAQUE(bytes);
@@ -85,13 +86,13 @@ PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
 /* A tile of one kv head, or two tiles, as the loop over a chunk passes it to the functions that compute it. */
 typedef struct pp_tile {
     const unsigned char *k[4], *v[4];           /* its two groups of 16 tokens, then both groups of the next tile */
-    const unsigned char *next_k[4], *next_v[4]; /* what will be read next: prefetched; next_v may be NULLs */
-    int step;                                   /* the tile after it is done along: all rows see all of both */
-    uint32_t seen;                              /* a bit for each of its tokens; not 0 */
+    const unsigned char *next_k[4], *next_v[4]; /* read next, prefetched; next_v may be NULLs */
+    int step;                                   /* compute the next tile together with this one */
+    uint32_t seen;                              /* mask of visible tokens; not 0 */
     int head_dim, v_head_dim, k_dtype, v_dtype;
     float scale, cap, inverse_cap;              /* for queries not scaled; soft cap, or 0, its inverse: in base 2 */
     const float *alibi_slopes;                  /* of the query heads of the kv head, in base 2, or NULL */
-    int32_t row, group_size;                    /* the first row at work: query token row / group_size, head the rest */
+    int32_t row, group_size;                    /* first row: query token row / group_size, head row % group_size */
     int64_t distance;                           /* from the first query token back to the tile's first: 0 or below */
     int64_t row_stride;
     float *block_sums;                          /* NULL, or of the first row at work: sums of weights, block by block */
