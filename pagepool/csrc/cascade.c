@@ -27,7 +27,7 @@ static int64_t chunks_in_common(const pp_decode_plan *plan, int32_t a, int32_t b
 }
 
 /* Returns 1 if sequence a comes before sequence b.  The order is by the first visible block, then by the block ids of
- * whole chunks, then by the sequence index. */
+ * whole chunks, then by length and index. */
 static int comes_before(const pp_decode_plan *plan, int32_t a, int32_t b) {
     const int64_t first = seen_of(plan, a).first_block, other = seen_of(plan, b).first_block;
     if (first != other) return first < other;

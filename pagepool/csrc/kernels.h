@@ -1,4 +1,4 @@
-/* kernels.h: what an instruction set provides, and the work it is given. */
+/* kernels.h: the kernels that an instruction set provides, and the structs that describe their work. */
 #ifndef PP_KERNELS_H
 #define PP_KERNELS_H
 
@@ -10,7 +10,8 @@
 #include "page.h"
 #include "view.h"
 
-/* How often K and V are prefetched before they are read: prefetch.h.  TWICE, or as PAGEPOOL_PREFETCH says. */
+/* How often K and V are prefetched before they are read: prefetch.h.  The default is TWICE; PAGEPOOL_PREFETCH overrides
+ * it. */
 enum { PP_PREFETCH_NONE, PP_PREFETCH_ONCE, PP_PREFETCH_TWICE };
 int pp_prefetch_mode(void);
 
@@ -35,26 +36,26 @@ double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void));
 typedef struct pp_chunk {
     const pp_kv_pool *pool;
     const unsigned char *layer; /* pool->base + layer * layer_bytes */
-    const int32_t *blocks;      /* of the sequence's row of the block table, from the first that is read */
+    const int32_t *blocks;      /* row of the block table, from the first block that is read */
     int64_t first_block;        /* the logical number of blocks[0] */
     int64_t begin, end;         /* tokens; begin is a multiple of PP_CHUNK, 0 < end - begin <= PP_CHUNK */
     int64_t first;              /* the first token that the first query token sees: begin <= first < end */
     pp_view view;
     int32_t part_begin, part_end;
     int32_t group_size;         /* query heads per kv head */
-    int32_t arithmetic, q_dtype; /* as the call has them */
+    int32_t arithmetic, q_dtype; /* as in the call */
     float sm_scale, logits_soft_cap;
     const float *alibi_slopes;  /* NULL, or (num_qo_heads,), in base 2 */
     const float *k_channel_scale; /* NULL, or (num_kv_heads, head_dim) of the layer */
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
-    float *seen;                /* NULL: a lone query token, which sees all from `first` on */
-    float *block_sums;          /* NULL: not asked for */
+    float *seen;                /* NULL if the only query token sees all tokens from `first` on */
+    float *block_sums;          /* NULL if not requested */
     int64_t num_blocks;         /* sums of a row */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
-    unsigned char *scratch;     /* for two groups of one head, where pages cannot be read as they are; or NULL */
+    unsigned char *scratch;     /* for two groups of one head, if the kernels cannot read the pages directly; or NULL */
     int prefetch;               /* one of PP_PREFETCH_... */
-    const unsigned char *next[4]; /* what will be read after this chunk (K of 4 groups), to be prefetched; or NULLs */
+    const unsigned char *next[4]; /* read after this chunk (K of 4 groups), prefetched; or NULLs */
 } pp_chunk;
 
 /* Elements from one row of a record to the next. */
@@ -62,7 +63,7 @@ static inline int64_t pp_row_stride(const pp_kv_layout *layout) {
     return (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
 }
 
-/* The first byte (of all heads) of the group, in a tiled layout, of the token at `offset` of page blocks[index]. */
+/* Address in a tiled layout (of all heads) of the group of the token at `offset` of page blocks[index]. */
 static inline const unsigned char *pp_group(const pp_chunk *work, int64_t index, int64_t offset) {
     const pp_kv_layout *layout = &work->pool->layout;
     return work->layer + work->blocks[index] * layout->block_bytes + offset / PP_GROUP * layout->group_bytes;
@@ -97,7 +98,7 @@ static inline int64_t pp_brought_in_bytes(int32_t dtype, int64_t dims) {
     return dtype == PP_F16 || dtype == PP_BF16 ? PP_GROUP * dims * (int64_t)sizeof(float) : 0;
 }
 
-/* Both, of a group. */
+/* The same for K and V together. */
 static inline int64_t pp_brought_in_bytes_of(const pp_kv_layout *layout) {
     return pp_brought_in_bytes(layout->dtype, layout->head_dim) +
            pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim);
@@ -105,7 +106,7 @@ static inline int64_t pp_brought_in_bytes_of(const pp_kv_layout *layout) {
 
 /* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */
 typedef struct pp_merge {
-    const pp_chunk *chunk;   /* of the first chunk; the arrays of the next one's record are record_stride behind */
+    const pp_chunk *chunk;   /* the first chunk; the arrays of consecutive records are record_stride apart */
     int64_t record_stride;   /* in elements */
     int64_t num_chunks;      /* at least 1 */
     int32_t num_qo_heads, v_head_dim;
@@ -117,8 +118,8 @@ typedef struct pp_merge {
     const float *sinks;      /* NULL or (num_qo_heads,) */
 } pp_merge;
 
-/* Queries of a sequence as a caller has them: element d of a head at token * stride_token + head * stride_head + d, in
- * elements of `dtype`. */
+/* Queries of a sequence in the caller's memory.  Element d of a head is at token * stride_token + head * stride_head +
+ * d, in elements of `dtype`. */
 typedef struct pp_queries {
     const void *q;
     int64_t stride_token, stride_head;
@@ -138,24 +139,24 @@ typedef struct pp_row {
     int32_t query;    /* query token of its sequence */
     int32_t row;      /* its number among the rows of its kv head and sequence */
     const void *q;    /* head_dim elements of `q_dtype` */
-    float *sums, *m;  /* its places in the chunk's record of its sequence; `seen` may be NULL */
+    float *sums, *m;  /* pointers into the record of its sequence; `seen` may be NULL */
     float *seen;
 } pp_row;
 
 /* A chunk that several sequences share, for all their rows of one kv head.  The rows are computed in panels. */
 typedef struct pp_shared {
-    pp_chunk chunk;         /* as one of the sequences has it */
+    pp_chunk chunk;         /* of one of the sequences */
     int32_t kv_head, q_dtype;
-    /* Fills in the next rows, at most panel_rows, sequence by sequence; 0 when there are no more. */
+    /* Fills in the next rows, at most panel_rows, sequence by sequence.  Returns their number: 0 after the last row. */
     int (*next_rows)(void *context, pp_row *rows);
     void *context;
     unsigned char *scratch; /* prefill_bytes of a panel's rows */
 } pp_shared;
 
 /* Prefill: query tokens [query_begin, query_end) of a sequence, for the query heads of one kv head, over all tokens
- * that they see.  Writes their results, which have the bits that chunks and merging would give. */
+ * that they see.  Writes their results.  The bits are the same as those from chunks and merging. */
 typedef struct pp_query_block {
-    pp_chunk chunk;     /* as fill_chunk has it for the first chunk: what differs is set as the walk goes */
+    pp_chunk chunk;     /* filled in by fill_chunk for the first chunk, then updated for each chunk */
     pp_queries queries; /* from the sequence's first query token on */
     int32_t kv_head, query_begin, query_end, num_qo_heads;
     void *out;          /* of the sequence's first query token */
@@ -165,19 +166,19 @@ typedef struct pp_query_block {
     unsigned char *scratch; /* prefill_bytes of it */
 } pp_query_block;
 
-/* K or V of one kv head for neighbouring tokens, all of one group of a tiled page. */
+/* K or V of one kv head for adjacent tokens, all in one group of a tiled page. */
 typedef struct pp_rows {
     unsigned char *to;          /* the head's K or V in the group */
-    const unsigned char *ahead; /* that which is written next, to be prefetched */
+    const unsigned char *ahead; /* the lines that are written next, to prefetch */
     int32_t is_v, dtype;
     int32_t dims;
-    int32_t token, count;       /* the first token's place in the group; token + count <= PP_GROUP */
-    const unsigned char *from;  /* the first token's elements; the next one's are `step` bytes behind */
+    int32_t token, count;       /* position of the first token in the group; token + count <= PP_GROUP */
+    const unsigned char *from;  /* the first token's elements; tokens are `step` bytes apart */
     int64_t step;
     const unsigned char *next;  /* the rows that are read next, to prefetch: next_count rows */
     int32_t next_count;
-    int32_t from_dtype;         /* of the elements: rounded to nearest even, or quantised, unless it is `dtype` */
-    const float *channel_scale; /* NULL, or of each dim: the elements are divided by it before they are quantised */
+    int32_t from_dtype;         /* of `from`; converted to `dtype` if it differs (to nearest even, or quantised) */
+    const float *channel_scale; /* NULL, or a divisor for each dim, applied before quantising */
 } pp_rows;
 
 /* The ways to compute: exactly; by products of tiles ("bf16", "bf16x2": tiles_panel.h); or with pages that have
@@ -196,7 +197,7 @@ typedef struct pp_tile_kernels {
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
-    void (*chunk_mixed)(const pp_chunk *); /* or NULL */
+    void (*chunk_mixed)(const pp_chunk *); /* may be NULL */
     const pp_tile_kernels *tiles;
     /* Reads K and V of one head of a bf16 chunk in the order of tiled pages.  Lists their groups: addresses in the
      * pages, or copies in `groups`, which has tiled_bytes bytes. */
@@ -205,14 +206,14 @@ typedef struct pp_kernels {
                        const unsigned char **v);
     void (*merge)(const pp_merge *);
     void (*merge_rows)(const pp_merge_args *);
-    /* Lays out the queries of a sequence part by part: [head_dim / 2][rows of the part][2], each float being one
-     * element, scaled, so that products with K are scores.  For tiles row by row, as they are; for quantised K as
-     * quantised.h says. */
+    /* Lays out the queries of a sequence, part by part: [head_dim / 2][rows of the part][2] floats.  Each float is a
+     * scaled element, so that products with K are scores.  For products of tiles, rows are stored unchanged.  For
+     * quantised K the layout is described in quantised.h. */
     void (*pack_queries[PP_NUM_WAYS])(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
                                       int32_t num_queries, float sm_scale, const float *k_channel_scale);
     int32_t max_rows; /* of a part */
     void (*prefill[PP_NUM_WAYS])(const pp_query_block *);
-    void (*shared[PP_NUM_WAYS])(const pp_shared *); /* leaves what chunk would leave of each sequence */
+    void (*shared[PP_NUM_WAYS])(const pp_shared *); /* writes the same records as `chunk` for each sequence */
     int32_t panel_rows;                             /* rows that prefill computes at once */
     int64_t (*prefill_bytes)(const pp_kv_layout *layout, int32_t rows); /* of scratch */
     void (*write_rows)(const pp_rows *);
@@ -235,19 +236,20 @@ extern const pp_tile_kernels pp_tiles_neon;
 extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 
-/* Those for mixed pages, if others are in use: these, or the ones that have the instructions for integers. */
+/* Returns the kernels to use for mixed pages: `kernels` itself if it has them, otherwise kernels that run on this CPU
+ * and have them. */
 const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels);
 
-/* The kernels in use: chosen at the first call, the same ever after. */
+/* The kernels in use.  They are selected at the first call and never change afterwards. */
 const pp_kernels *pp_kernels_get(void);
 
-/* Logits in base 2.  Between the queries and the log of a sum all are multiplied by log2 e: 2^x of them takes fewer
- * operations than exp. */
+/* Logits are in base 2.  From the queries to the log of a sum, all values are multiplied by log2 e, because 2^x takes
+ * fewer operations than exp. */
 #define PP_LOG2_E 1.4426950408889634
 #define PP_LN_2 0.6931471805599453
 
-/* A logit, or what multiplies logits, in base 2.  What would be too large is the largest float, and no infinity, which
- * times 0 would be NaN. */
+/* Converts a logit or a factor of logits to base 2.  An overflow gives the largest float instead of an infinity,
+ * because an infinity times 0 would be NaN. */
 static inline float pp_in_base_2(float x) {
     const double scaled = x * PP_LOG2_E;
     return isfinite(x) && fabs(scaled) > FLT_MAX ? copysignf(FLT_MAX, x) : (float)scaled;

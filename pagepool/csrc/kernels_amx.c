@@ -25,7 +25,7 @@
 #include "softmax_math.h"
 #include "unit_rows.h"
 
-/* Elements of A: numbers of bf16. */
+/* Elements of A are bf16 numbers. */
 typedef uint16_t tile_item;
 static inline float item_value(tile_item x) { return pp_bf16_to_f32(x); }
 

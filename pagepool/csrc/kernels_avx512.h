@@ -7,8 +7,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* Everything from here to the end of the region may use these instructions; nothing before it does, so that no
- * baseline code can be replaced by a copy that does. */
+/* Code in this region may use these instructions.  Code before it may not, so that no baseline function can be replaced
+ * by a copy that uses them. */
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
                              apply_to = function)
@@ -33,7 +33,7 @@
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
 const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) =
     PP_KERNELS_(PP_TEXT(PP_ISA_BF16), PP_TILE_KERNELS, PP_MIXED_KERNELS);
-#if PP_WIDE /* AMX's products of tiles are kernels_amx.c's, all else is the same */
+#if PP_WIDE /* kernels_amx.c replaces the products of tiles; everything else is shared */
 const pp_kernels pp_kernels_amx = PP_KERNELS_("amx", pp_tiles_amx, PP_MIXED_KERNELS);
 #endif
 

@@ -1,4 +1,4 @@
-/* kernels_baseline.c: the kernels in whatever the compiler's target has. */
+/* kernels_baseline.c: the kernels for the default target of the compiler. */
 #include "kernel_common.h"
 
 #include "simd_baseline.h"

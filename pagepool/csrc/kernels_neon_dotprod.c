@@ -4,8 +4,8 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 
-/* Everything from here to the end of the region may use these instructions; nothing before it does, so that no
- * baseline code can be replaced by a copy that does. */
+/* Code in this region may use these instructions. Code before it may not, so that no baseline function can be replaced
+ * by a copy that uses them. */
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
 #else

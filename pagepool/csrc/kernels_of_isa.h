@@ -1,5 +1,5 @@
-/* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>.  Included once per ISA, inside its
- * target region and after its vocabularies: of vectors, and of integers. */
+/* kernels_of_isa.h: all kernels of one instruction set, as pp_kernels_<PP_ISA>. Included once per ISA, inside its
+ * target region and after its vector and integer functions. */
 #include "convert_rows.h"
 #include "softmax_math.h"
 #include "block_sums.h"
@@ -60,7 +60,7 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 
 #define PP_MIXED_KERNELS chunk_mixed, pack_mixed_queries, prefill_mixed, shared_mixed
-#ifndef PP_OWN_MIXED /* NULLs where the CPU may lack the instructions */
+#ifndef PP_OWN_MIXED /* NULL if the CPU may lack the instructions */
 #define PP_OWN_MIXED PP_MIXED_KERNELS
 #endif
 

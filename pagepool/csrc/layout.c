@@ -1,4 +1,4 @@
-/* layout.c: append and gather.  The picture is in pagepool/layout.h. */
+/* layout.c: append and gather. pagepool/layout.h has a diagram of the layout. */
 #include "pagepool/layout.h"
 
 #include <string.h>
@@ -18,7 +18,7 @@ static void collect16(uint16_t *to, const uint16_t *from, int32_t n, int32_t ste
     for (int32_t i = 0; i < n; i++) to[i] = from[(int64_t)i * step];
 }
 
-/* Dims side by side from the element on: a whole row, or a run of 64 of V. */
+/* Number of adjacent dims from the given dim on: a whole row, or a run of 64 of V. */
 static int32_t run_of(const pp_kv_layout *layout, int32_t dim) {
     int32_t left = layout->v_head_dim - dim;
     return layout->tiled && left > PP_V_RUN ? PP_V_RUN : left;
@@ -78,7 +78,7 @@ static unsigned char *group_of(const pp_kv_pool *pool, int32_t layer, int64_t sl
     return pp_group_at(pool, layer, slot / size, slot % size, token);
 }
 
-/* Rows of K or V on their way, in elements of `from_dtype`, to pages of `dtype`. */
+/* Rows of K or V, in elements of `from_dtype`, to write to pages of `dtype`. */
 typedef struct source {
     pp_kv_rows rows;
     int64_t bytes; /* of an element */
@@ -95,8 +95,8 @@ static const float *channel_scale_of(const source *source, int32_t head) {
     return source->channel_scale ? source->channel_scale + (int64_t)head * source->dims : NULL;
 }
 
-/* `count` neighbours of a tiled page, from token `t` of the source on; `ahead` is the group that is written next, with
- * `more` tokens. */
+/* Writes `count` adjacent tokens of a tiled page, from token `t` of the source on.  `ahead` is the group that is
+ * written next; it receives `more` tokens. */
 static void write_tiled(const pp_kv_layout *layout, unsigned char *group, const unsigned char *ahead, int32_t token,
                         int64_t count, int64_t more, const source sources[2], int64_t t) {
     void (*write)(const pp_rows *) = pp_kernels_get()->write_rows;
@@ -121,7 +121,7 @@ static void write_tiled(const pp_kv_layout *layout, unsigned char *group, const 
     }
 }
 
-/* A row in a plain page, from elements of any dtype. */
+/* Writes a row of a plain page from elements of any dtype. */
 static void write_row(void *to, const source *from, const void *row) {
     const pp_kernels *kernels = pp_kernels_get();
     float wide[PP_MAX_HEAD_DIM];

@@ -1,4 +1,4 @@
-/* lock.c: waiting, readers and writers, and the registry that makes locks survive fork. */
+/* lock.c: waiting, readers and writers, and the registry that keeps locks usable after fork. */
 #include "pagepool/lock.h"
 
 #include <pthread.h>
@@ -7,7 +7,7 @@
 #include "os/os.h"
 #include "relax.h"
 
-#define SPINS 64 /* about 2 us of pauses before the first yield: longer than any section that is not a check */
+#define SPINS 64 /* about 2 us of pauses before the first yield: longer than any critical section except checks */
 
 void pp_lock_wait(pp_lock *lock) {
     int spins = 0;
@@ -21,7 +21,7 @@ void pp_lock_wait(pp_lock *lock) {
     } while (__atomic_exchange_n(&lock->held, 1, __ATOMIC_ACQUIRE));
 }
 
-/* Doubly linked through the locks themselves, so that registering cannot fail for want of memory. */
+/* A doubly linked list through the locks themselves, so that registering needs no memory and cannot fail. */
 static pp_lock registry = {0, 0, 0, &registry, &registry};
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int handlers_failed;

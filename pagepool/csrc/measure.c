@@ -6,16 +6,16 @@
 
 enum { UNITS_PER_THREAD = 4 };
 
-/* Units are not cut smaller than this (about 20 us) unless threads would have none.  Nothing has been prefetched when a
- * unit begins, and neighbouring heads are read best by one thread. */
+/* Minimum size of a unit (about 20 us), unless there would be fewer units than threads.  The data of a new unit has not
+ * been prefetched, and adjacent heads are read fastest by one thread. */
 enum { PRODUCTS_PER_UNIT = 1 << 20 };
 
 /* Rows of a block of query tokens: about BLOCK_ROWS, fewer if there are too few blocks for the threads.  K and V are
  * widened once for all rows of a block. */
 enum { BLOCK_ROWS = 240, LEAST_BLOCK_ROWS = 48 };
 
-/* Notes the first block of a sequence in `bits`, which are 0 at first.  Returns 0 if no other sequence has this block;
- * may return 1 also then. */
+/* Records the first block of a sequence in `bits`, which are initially 0.  Returns 0 if no other sequence has this
+ * block.  May return 1 in that case also (false positive). */
 enum { NOTED_BLOCKS = 1 << 14 };
 
 static int note_first_block(uint32_t *bits, int32_t block) {
@@ -61,7 +61,8 @@ static int64_t num_queries_of(const pp_decode_args *args, int32_t s) {
     return args->query_start_loc ? args->query_start_loc[s + 1] - (int64_t)args->query_start_loc[s] : 1;
 }
 
-/* How many units there should be for each thread, so that none waits long for another's last one. */
+/* The number of units for each thread.  It must be large enough that no thread waits long for the last unit of another
+ * one. */
 static int64_t units_per_thread(const pp_measures *all, int32_t num_threads) {
     const double units = all->products / PRODUCTS_PER_UNIT / num_threads;
     return units < 2 ? 1 : units < UNITS_PER_THREAD ? (int64_t)units : UNITS_PER_THREAD;
@@ -94,7 +95,7 @@ pp_status pp_measure(const pp_decode_args *args, pp_measures *all) {
     return PP_OK;
 }
 
-/* Chooses blocks of query tokens that make at least `wanted` units, if they can. */
+/* Chooses the size of blocks of query tokens so that there are at least `wanted` units, if possible. */
 static void cut_into_blocks(const pp_decode_args *args, pp_measures *all, int64_t wanted) {
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t heads = layout->num_kv_heads, group_size = args->num_qo_heads / heads;

@@ -1,4 +1,4 @@
-/* measure.h: how much work a call of decode has, how it is cut for the threads, and the memory that the plan needs. */
+/* measure.h: the amount of work of a decode call, how it is cut for the threads, and the memory that the plan needs. */
 #ifndef PP_MEASURE_H
 #define PP_MEASURE_H
 
@@ -10,10 +10,10 @@ typedef struct pp_measures {
     int64_t num_chunks, num_blocks, num_queries; /* of all sequences; chunks of sequences that are cut into chunks */
     int64_t num_packed, num_prefilled;           /* query tokens of sequences cut into chunks, and into blocks */
     int64_t num_records;                         /* elements of all records */
-    double products;                             /* multiply-adds, or the time of fetching in these if it is longer */
-    int64_t row_stride, row_elements;            /* of a row in a record: its sums; all that a row has */
-    int64_t blocks_per_chunk;                    /* 0 unless scores are asked for */
-    int32_t most_queries;                        /* of a sequence */
+    double products;                             /* multiply-adds; if loading takes longer, its time in multiply-adds */
+    int64_t row_stride, row_elements;            /* elements of a row in a record: of its sums; in total */
+    int64_t blocks_per_chunk;                    /* 0 if no scores are requested */
+    int32_t most_queries;                        /* maximum over the sequences */
     int32_t slices;
     int32_t block_queries, num_slots;            /* query tokens of a block; pieces of scratch */
     int32_t may_share;                           /* two sequences may have the same first block */
@@ -22,11 +22,11 @@ typedef struct pp_measures {
     size_t counters, begins, starts, lengths, ids, slopes, queries, widened, flags, slot, slots, shared, left, bytes;
 } pp_measures;
 
-/* Checks the sizes of `args`, reads seq_lens, query_start_loc and the first block ids, and fills in the totals, up to
- * and with may_share.  PP_INVALID_ARGUMENT as pp_decode_workspace says. */
+/* Checks the sizes of `args`, reads seq_lens, query_start_loc and the first block ids, and sets the totals up to and
+ * including may_share.  Returns PP_INVALID_ARGUMENT in the cases listed at pp_decode_workspace. */
 pp_status pp_measure(const pp_decode_args *args, pp_measures *all);
 
-/* Fills in all other members: slices for args->num_threads, blocks of query tokens, and sizes. */
+/* Sets all other members: slices for args->num_threads, blocks of query tokens, and sizes. */
 pp_status pp_cut(const pp_decode_args *args, pp_measures *all);
 
 /* Adds a sequence to the totals.  Its ids, queries and records begin where the totals were before. */

@@ -1,7 +1,7 @@
-/* pack_queries.h: lays out queries in the order in which the kernels read them, as kernels.h says, in an instruction
- * set's vocabulary.  Included once per ISA.
+/* pack_queries.h: stores queries in the order in which the kernels read them (see kernels.h).  Included once per ISA.
  *
- * Pairs of dims come one after another, in a pair the rows of a part: a part is transposed, its pairs as words. */
+ * Pairs of dims are consecutive, and each pair has all rows of a part.  A part is a transposed matrix with pairs as
+ * elements. */
 
 /* Swaps the middle halves of a 64-bit word.  This transposes a square of 2 x 2 elements of 16 bits. */
 #define PP_TRANSPOSE_SQUARE(word) \
@@ -9,7 +9,7 @@
 
 enum { PP_PAIRS = PP_LANES / 2 }; /* pairs of lanes in a vector, and rows that v_transpose_pairs transposes at once */
 
-/* Row r of `to` becomes column r of `from`; steps in bytes. */
+/* Column r of `from` becomes row r of `to`; steps in bytes. */
 PP_INLINE void transpose_squares(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
     typedef uint64_t squares __attribute__((vector_size(PP_PAIRS * sizeof(uint64_t))));
     pp_v a[PP_PAIRS];
@@ -58,7 +58,7 @@ static void transpose_queries(float *to, const float *end, int64_t step, const f
             for (int i = 0; i < PP_PAIR_FLOATS; i++) to[r * PP_PAIR_FLOATS + i] = row[r][d + i] * scale;
 }
 
-/* `channel_scale` of each dim, or NULL: of quantised K. */
+/* `channel_scale` of each dim for quantised K, otherwise NULL. */
 typedef void transpose_rows(float *to, const float *end, int64_t step, const float *const *row, int32_t rows,
                             int32_t head_dim, float scale, const float *channel_scale);
 
@@ -94,7 +94,7 @@ static void pack_queries(float *to, const pp_queries *from, const pp_kv_layout *
                pp_in_base_2(sm_scale), unused);
 }
 
-/* Row by row, widened and not scaled: for products of tiles. */
+/* Stores the rows unscaled as f32, one after another: for products of tiles. */
 static void pack_plain_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
                                int32_t num_queries, float sm_scale, const float *unused) {
     const size_t bytes = (size_t)layout->head_dim * sizeof(float);
@@ -108,8 +108,8 @@ static void pack_plain_queries(float *to, const pp_queries *from, const pp_kv_la
                        bytes);
 }
 
-/* Lays out the queries of a panel (prefill_common.h): [head_dim / 2][PP_PANEL][2].  The last rows first: whole vectors
- * of theirs end in the next pair's first rows. */
+/* Packs the queries of a panel (prefill_common.h): [head_dim / 2][PP_PANEL][2].  The last rows are written first,
+ * because their whole vectors extend into the first rows of the next pair. */
 enum { PP_QUERY_ROWS = (PP_PANEL + 7) / 8 * 8 }; /* pointers that are read */
 _Static_assert(PP_PANEL <= PP_MAX_HEADS || PP_MAX_HEADS % PP_PAIRS == 0, "the first rows write no others' places");
 static void transpose_panel(float *to, const float *const *row, int32_t head_dim, float scale) {

@@ -1,4 +1,4 @@
-/* page.h: from (layer, block, token, head) to bytes and from a dim to an element; pagepool/layout.h has the picture. */
+/* page.h: maps (layer, block, token, head) to bytes and a dim to an element. pagepool/layout.h has a diagram. */
 #ifndef PP_PAGE_H
 #define PP_PAGE_H
 
@@ -6,7 +6,7 @@
 
 static inline int pp_is_quantised(int32_t dtype) { return dtype >= PP_INT8; }
 
-/* Whether a layout's K and V are computed with one by one, by their dtypes: they differ, or are quantised. */
+/* Returns 1 if K and V need kernels for mixed pages: their dtypes differ, or they are quantised. */
 static inline int pp_is_mixed(const pp_kv_layout *layout) {
     return layout->dtype != layout->v_dtype || pp_is_quantised(layout->dtype);
 }
@@ -22,13 +22,14 @@ static inline int32_t pp_run_width(int32_t dims, int32_t dim) {
     return left < PP_V_RUN ? left : PP_V_RUN;
 }
 
-/* The scales of K's channels, of a layer from KV head `head` on, or NULL. */
+/* The scales of K's channels in a layer, from KV head `head` on, or NULL. */
 static inline const float *pp_channel_scale(const pp_kv_pool *pool, int32_t layer, int32_t head) {
     const int64_t heads = (int64_t)layer * pool->layout.num_kv_heads + head;
     return pool->k_channel_scale ? pool->k_channel_scale + heads * pool->layout.head_dim : NULL;
 }
 
-/* The byte of an element of quantised K or V; of int4 *upper becomes whether it is the byte's upper half. */
+/* Returns the byte offset of an element of quantised K or V. For int4, sets *upper to 1 if the element is in the upper
+ * half of the byte. */
 static inline int64_t pp_quantised_at(int32_t dtype, int is_v, int32_t dims, int32_t token, int32_t dim, int *upper) {
     if (is_v) {
         const int32_t width = pp_run_width(dims, dim), columns = dtype == PP_INT4 ? width / 2 : width;
@@ -40,7 +41,8 @@ static inline int64_t pp_quantised_at(int32_t dtype, int is_v, int32_t dims, int
     return dim / (dtype == PP_INT4 ? 8 : 4) * 4 * PP_GROUP + token * 4 + dim % 4;
 }
 
-/* Where the K and V of all heads of the group that holds `offset` begin; *token becomes the place within the group. */
+/* Returns the address of the group that holds `offset` (K and V of all heads) and sets *token to the position in the
+ * group. */
 static inline unsigned char *pp_group_at(const pp_kv_pool *pool, int32_t layer, int64_t block, int64_t offset,
                                          int32_t *token) {
     const pp_kv_layout *layout = &pool->layout;

@@ -33,7 +33,7 @@
 #include "unit.h"
 #include "workspace.h"
 
-/* One more thread pays from about 6 us of work on, which waking it may take. */
+/* Waking a thread may take about 6 us, so each additional thread must have at least this much work. */
 enum { PRODUCTS_PER_THREAD = 1 << 18 };
 
 pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes) {
@@ -80,7 +80,7 @@ static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, c
                : PP_INVALID_ARGUMENT;
 }
 
-/* The results of a sequence without a token to see: zeros, and the log of nothing. */
+/* Writes the results of a sequence without visible tokens: zeros, and an lse of -inf. */
 static void write_nothing(const pp_decode_plan *plan, int32_t s) {
     const pp_decode_args *args = &plan->args;
     const int64_t first = (int64_t)plan->query_begin[s] * args->num_qo_heads;

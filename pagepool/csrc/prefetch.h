@@ -1,18 +1,18 @@
-/* prefetch.h: how K and V that are read later are prefetched.  Included once per ISA.
+/* prefetch.h: prefetching of K and V before they are read.  Included once per ISA.
  *
- * Hardware prefetchers stop at the end of a page of 4 KB and know nothing of the block table, so the next head's bytes,
- * or the next tile's, are found through it.  Reading K and V of one head in a group is a visit.  Each line is
- * prefetched:
+ * Hardware prefetchers stop at the end of a 4 KB page and do not know the block table.  The kernels therefore look up
+ * the address of the next head or tile and prefetch it.  A visit is the reading of K and V of one head in a group.
+ * Each line is prefetched:
  *
  *   PP_PREFETCH_ONCE    a visit before it is read, into L2
  *   PP_PREFETCH_TWICE   a visit before, into L2, and once more half a visit before: Zen 4 presumably drops a prefetch
  *                       while its queue is full, and L1 has too few buffers for the latency of memory
  *
- * The second one goes into L1 on wide units.  On narrow units it goes into L2, and what computes FAST (f32, dot
- * products) prefetches 2 KB and 512 bytes ahead as well: on Zen 4 S1 in f32 took 0.89 of the time of three prefetches,
+ * The second prefetch goes into L1 on wide units and into L2 on narrow units.  On narrow units, FAST code (f32, dot
+ * products) also prefetches 2 KB and 512 bytes ahead: on Zen 4, S1 in f32 took 0.89 of the time of three prefetches,
  * and in arithmetic of bf16 of two.  Wide units that read two tiles interleave the lines of their groups (below). */
 
-/* Each of `bytes` in TIMES ways, line by line: parts [BEGIN, END) of OF. */
+/* Prefetches `bytes` line by line, each line in TIMES ways.  BEGIN, END and OF select the parts [BEGIN, END) of OF. */
 PP_INLINE void prefetch_lines(const int TIMES, const int BEGIN, const int END, const int OF, int bytes,
                               const unsigned char *row, const unsigned char *visit, const unsigned char *half) {
     enum { NEAR = 2048, NEARER = 512 };
@@ -36,22 +36,23 @@ PP_INLINE void prefetch(const int mode, const int FAST, const int BEGIN, const i
     if (mode == PP_PREFETCH_TWICE) prefetch_lines(FAST && !PP_WIDE ? 4 : 2, BEGIN, END, OF, bytes, row, visit, half);
 }
 
-/* Lines of the four groups of two tiles, interleaved: each group's one behind the other.
+/* Interleaved prefetches of the four groups of two tiles: one line of each group in turn.
  *
- * Presumably memory is read best by the hardware prefetchers of the second cache, which follow what is prefetched
- * within a page of 4 KB, if it comes slowly enough to be overtaken.  On Intel all shapes took 0.80 to 0.98 of the time
- * of prefetching once, S2 in 16 bit 0.87 instead of 0.96; on Zen 5, one core read shuffled pages of 16 KB at 26 GB/s
- * one after the other, at 33 two, three or four interleaved, and at 31 eight.
+ * Presumably the hardware prefetchers of L2 read memory best.  They follow the prefetches within a 4 KB page, if these
+ * are slow enough to be overtaken.  On Intel all shapes took 0.80 to 0.98 of the time of prefetching once (S2 in 16 bit
+ * 0.87 instead of 0.96).  On Zen 5, one core read shuffled pages of 16 KB at 26 GB/s one after the other, at 33 GB/s
+ * with two, three or four interleaved, and at 31 GB/s with eight.
  *
- * A line is prefetched when FAR lines fewer of its group have been read, and again when NEAR lines fewer have: in f32
- * 96 and 64, in 16 bit 64 and 48, since a visit of 64 dims has 64 lines there.  On Intel S1 and S4 in f32 took 1.04
- * times as long by 64 and 48, S5 by 128 and 64. */
+ * A line is prefetched FAR lines of its group before it is read, and again NEAR lines before: 96 and 64 in f32, and 64
+ * and 48 in 16 bit, where a visit of 64 dims has 64 lines.  On Intel S1 and S4 in f32 took 1.04 times as long with 64
+ * and 48, and so did S5 with 128 and 64. */
 typedef struct pp_interleaved {
     const unsigned char *at; /* base of the distances to the lines to prefetch in each group */
     int64_t far[4], near[4];
 } pp_interleaved;
 
-/* From `from` to a line of each group, counted from the beginning of this visit, of `visit` lines, on into the next. */
+/* Distances from `from` to line `line` of each group.  Lines are counted from the beginning of this visit, which has
+ * `visit` lines, and continue in the next visit. */
 PP_INLINE void find_line(const pp_tile *tile, int64_t visit, int64_t line, const unsigned char *from, int64_t *bytes) {
     const unsigned char *const *groups = line < visit ? tile->k : tile->next_k;
     const int64_t at = (line < visit ? line : line - visit) * 64;

@@ -22,7 +22,7 @@ void *pp_os_reserve(size_t bytes, int huge) {
         mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return NULL;
     unsigned char *base = (unsigned char *)(((uintptr_t)start + alignment - 1) / alignment * alignment);
-    /* Give the room before and behind the aligned part back.  If the system refuses, it stays reserved. */
+    /* Unmap the parts before and after the aligned range.  If the system refuses, they stay reserved. */
     if (base > start) munmap(start, (size_t)(base - start));
     if (mapped - (size_t)(base - start) > bytes) munmap(base + bytes, mapped - (size_t)(base - start) - bytes);
 #ifdef MADV_HUGEPAGE

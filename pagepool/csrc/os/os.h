@@ -17,24 +17,25 @@
  * Returns NULL if the system refuses. */
 void *pp_os_reserve(size_t bytes, int huge);
 
-/* Gives a reservation back, address space and memory. */
+/* Releases a reservation: its address space and its memory. */
 void pp_os_release(void *base, size_t bytes);
 
-/* Gives the memory of a part of a reservation back, and keeps the address space: the part reads as zeros and is
- * committed again when it is written.  Returns 0 if the system refuses: then nothing has changed. */
+/* Releases the memory of a part of a reservation and keeps the address space.  The part reads as zeros and is committed
+ * again when it is written.  Returns 0 if the system refuses; the memory is unchanged then. */
 int pp_os_decommit(void *start, size_t bytes);
 
 /* Threads. */
 
-/* Sleeps while *word is `seen`, until pp_os_wake is called for it.  May return earlier: look again. */
+/* Sleeps while *word equals `seen`, until pp_os_wake is called for it.  May return earlier, so the caller must check
+ * again. */
 void pp_os_wait(_Atomic uint32_t *word, uint32_t seen);
 
 /* Wakes at most `count` threads that wait for `word`. */
 void pp_os_wake(_Atomic uint32_t *word, int count);
 
-/* Asks that the process may use tiles of AMX, once for all of its threads and children.  Returns 0 if the system
- * refuses: Linux does if the alternate signal stack of some thread is too small for their state, and from then on it
- * refuses such stacks. */
+/* Requests permission to use AMX tiles, once for all threads and children of the process.  Returns 0 if the system
+ * refuses.  Linux refuses if the alternate signal stack of a thread is too small for the tile state.  After a grant it
+ * refuses to install such stacks. */
 int pp_os_permits_tiles(void);
 
 /* Lets another thread run on this CPU. */
