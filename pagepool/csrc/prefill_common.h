@@ -1,37 +1,37 @@
-/* prefill_common.h: what prefill does in exact arithmetic and with mixed pages.  Once per ISA, after the decode kernels
- * of all dtypes.
+/* prefill_common.h: the parts of prefill that exact arithmetic and mixed pages share.  Included once per ISA, after the
+ * decode kernels of all dtypes.
  *
- * A panel is PP_PANEL rows of one kv head (a row: one query head of one query token), a tile of a matrix product.  No
- * canonical sum (reference/canonical.py) runs across rows, so their number is free: enough to keep all accumulators of
- * the CPU busy while each K and V serves all of them.  A panel goes through a chunk in three steps:
+ * A panel is PP_PANEL rows of one kv head (a row: one query head of one query token): a tile of a matrix product.  No
+ * canonical sum (reference/canonical.py) runs across rows, so the number of rows is free.  It is large enough to keep
+ * all accumulators of the CPU busy while each K and V serves all rows.  A panel goes through a chunk in three steps:
  *
  *   scores   of all tiles of the chunk, PP_PANEL rows x PP_PANEL_SCORES vectors of tokens in registers
- *   softmax  tile by tile, as decode does it, by the same functions
+ *   softmax  tile by tile, with the same functions as decode
  *   values   PP_VALUE_ROWS rows x PP_PANEL_VALUES vectors of dims, in registers over the whole chunk
  *
- * and its result is merged into what the chunks before left, in order, as decode merges its records. */
+ * The result is merged in order with the result of the chunks before, in the same way as decode merges its records. */
 
 enum { PP_TILES = PP_CHUNK / PP_TILE, PP_VALUE_ROWS = 6 };
 _Static_assert(PP_PANEL % PP_VALUE_ROWS == 0, "a panel is whole passes of values");
 
 typedef struct pp_panel {
     float s[PP_TILES][PP_PANEL * PP_TILE]; /* scores, then weights, row by row */
-    float rescale[PP_TILES][PP_RESCALES];  /* of each row, where the tile's `raised` is set */
+    float rescale[PP_TILES][PP_RESCALES];  /* for each row, if `raised` is set for the tile */
     float m[PP_RESCALES];
-    uint32_t seen[PP_TILES][PP_PANEL];     /* the tokens that a row sees, where not all rows see all */
+    uint32_t seen[PP_TILES][PP_PANEL];     /* the tokens that a row sees, if not all rows see all */
     uint8_t whole[PP_TILES];               /* all rows see all tokens */
     uint8_t raised[PP_TILES];
     int first, end;                        /* the tiles in which at least one row sees a token */
-    int rows;                              /* at most PP_PANEL; the others compute nothing that counts */
+    int rows;                              /* at most PP_PANEL; results of further rows are ignored */
     pp_row row[PP_PANEL];
     const float *q;                        /* packed: transpose_panel */
     float *sums;                           /* PP_PANEL rows of a record as in pp_chunk */
     int64_t row_stride;
     int head_dim, v_head_dim;
-    pp_tile tile;                          /* what cap_scores and add_slopes are told */
+    pp_tile tile;                          /* arguments of cap_scores and add_slopes */
 } pp_panel;
 
-/* The pieces of a unit's scratch. */
+/* The parts of a unit's scratch. */
 typedef struct prefill_scratch {
     pp_panel *panel;
     pp_running *running; /* of each row */
@@ -44,7 +44,7 @@ static int64_t wide_bytes(const pp_kv_layout *layout, int exact) {
     return PP_GROUP * (int64_t)(layout->head_dim + layout->v_head_dim) * (exact ? (int64_t)sizeof(float) : 2);
 }
 
-/* Lays the pieces for `rows` rows out in `memory`, and returns how many bytes they take. */
+/* Assigns the parts for `rows` rows in `memory`, and returns their size in bytes. */
 static int64_t lay_out(const pp_kv_layout *layout, int32_t rows, unsigned char *memory, prefill_scratch *scratch) {
     int64_t at = 0;
     const int64_t padded = (rows + PP_PANEL - 1) / PP_PANEL * PP_PANEL, item = sizeof(float);
@@ -79,8 +79,8 @@ static void list_behind(int groups, const unsigned char **k, const unsigned char
     }
 }
 
-/* Lists K and V of one head of the chunk's groups, from the tile of its first token on: in the pages where these can be
- * read as they are, else in the scratch. */
+/* Lists K and V of one head of the chunk's groups, beginning with the tile of its first token.  They point into the
+ * pages if the kernels can read these directly, otherwise into the scratch. */
 static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, const prefill_scratch *scratch,
                        const unsigned char **k, const unsigned char **v) {
     const pp_kv_layout *layout = &chunk->pool->layout;
@@ -119,7 +119,7 @@ static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, const pre
     list_behind(groups, k, v);
 }
 
-/* Bytes of the groups of a chunk that read_tiled has to lay out. */
+/* Bytes of the copied groups of a chunk for read_tiled, 0 if it reads the pages in place. */
 static int64_t tiled_bytes(const pp_kv_layout *layout) {
     return layout->tiled && !layout->v_in_k ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, 0);
 }
@@ -162,7 +162,7 @@ static void look_at_tiles(pp_panel *panel, const pp_chunk *chunk, int64_t begin)
     }
 }
 
-/* Soft cap and ALiBi on the scores of the tile at `begin`, for the latter sequence by sequence. */
+/* Applies soft cap and ALiBi to the scores of the tile at `begin`.  ALiBi is applied sequence by sequence. */
 static void transform_panel(pp_panel *panel, int64_t begin, float *s) {
     pp_tile *tile = &panel->tile;
     if (tile->cap != 0.0f) cap_scores(tile, panel->rows, s);
@@ -175,7 +175,7 @@ static void transform_panel(pp_panel *panel, int64_t begin, float *s) {
     }
 }
 
-/* Whether the row sees something of the chunk. */
+/* Returns 1 if the row sees a token of the chunk. */
 static int sees_chunk(const pp_panel *panel, int r) {
     for (int t = panel->first; t < panel->end; t++)
         if (panel->whole[t] || panel->seen[t][r]) return 1;
@@ -196,7 +196,7 @@ static void mask_panel(const pp_panel *panel, int t, float *s) {
             s[r * PP_TILE + __builtin_ctz(hidden)] = -INFINITY;
 }
 
-/* Merges the panel's result of a chunk into what the chunks before it left. */
+/* Merges the panel's result of a chunk with the result of the chunks before. */
 static void merge_panel(const pp_panel *panel, pp_running *running, float *rows) {
     const int64_t width = panel->row_stride - PP_GROUP;
     for (int r = 0; r < panel->rows; r++) {
@@ -216,7 +216,7 @@ static void merge_panel(const pp_panel *panel, pp_running *running, float *rows)
     }
 }
 
-/* Sets up what does not change from panel to panel. */
+/* Sets the fields that are the same for all panels. */
 static void begin_panel(pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, float *sums) {
     const pp_kv_layout *layout = &chunk->pool->layout;
     panel->head_dim = layout->head_dim;
@@ -235,7 +235,7 @@ static void begin_panel(pp_panel *panel, const pp_chunk *chunk, int32_t kv_head,
 static void list_queries(const pp_panel *panel, int32_t q_dtype, float *widened, const float **queries) {
     for (int r = 0; r < panel->rows; r++)
         queries[r] = row_in_f32(q_dtype, panel->row[r].q, widened + r * panel->head_dim, panel->head_dim);
-    for (int r = panel->rows; r < PP_QUERY_ROWS; r++) queries[r] = queries[0]; /* as good as any */
+    for (int r = panel->rows; r < PP_QUERY_ROWS; r++) queries[r] = queries[0]; /* any readable pointer */
 }
 
 /* Lays the panel's queries out at `to`. */
@@ -260,7 +260,7 @@ static void list_rows(const pp_query_block *work, int32_t first, pp_panel *panel
     }
 }
 
-/* Leaves the panel's result of a chunk in the records of its rows. */
+/* Stores the panel's result of a chunk in the records of its rows. */
 static void record_panel(const pp_panel *panel) {
     const int64_t width = panel->row_stride - PP_GROUP;
     for (int r = 0; r < panel->rows; r++) {
@@ -273,9 +273,9 @@ static void record_panel(const pp_panel *panel) {
     }
 }
 
-/* What differs from one way of computing to the other. */
+/* The functions that differ between the ways to compute. */
 typedef struct panel_ways {
-    /* Lays the panel's queries out at `to`; there is room for their elements in f32, and again in `widened`. */
+    /* Packs the panel's queries into `to`, which has room for their elements in f32.  `widened` has the same size. */
     void (*pack)(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype, float *widened,
                  float *to);
     void (*read)(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch, const unsigned char **k,
@@ -286,12 +286,12 @@ typedef struct panel_ways {
                   const unsigned char *const *v);
 } panel_ways;
 
-/* The panel's result of a chunk; whether some row sees some of it. */
+/* Computes the panel's result of a chunk.  Returns 1 if a row sees a token of it. */
 static int run_panel(const panel_ways *ways, pp_panel *panel, const pp_chunk *chunk, int64_t begin,
                      const unsigned char *const *k, const unsigned char *const *v) {
     look_at_tiles(panel, chunk, begin);
     if (panel->first >= panel->end) return 0;
-    for (int i = 0; i < PP_RESCALES; i++) panel->m[i] = -FLT_MAX; /* and not -inf, which less -inf is NaN */
+    for (int i = 0; i < PP_RESCALES; i++) panel->m[i] = -FLT_MAX; /* not -inf: -inf - (-inf) is NaN */
     memset(panel->sums, 0, (size_t)(PP_PANEL * panel->row_stride) * sizeof(float));
     ways->chunk(panel, begin, &chunk->pool->layout, k, v);
     return 1;

@@ -1,6 +1,7 @@
-/* prefill_kernel.h: query tokens of one sequence and kv head over all tokens that they see, in exact arithmetic.
+/* prefill_kernel.h: prefill in exact arithmetic: query tokens of one sequence and kv head over all tokens that they
+ * see.
  *
- * Included once per ISA after prefill_common.h.  Reads groups of f32: other dtypes are widened chunk by
+ * Included once per ISA after prefill_common.h.  Reads groups of f32.  Other dtypes are converted to f32 chunk by
  * chunk, once for all rows of the unit. */
 
 /* sum[r][j] += x[j] * y[r * step], for rows x vectors that are in registers. */
@@ -12,7 +13,8 @@ PP_INLINE void add_outer(const int ROWS, const int NV, const pp_v *x, const floa
     }
 }
 
-/* Scores of NV vectors of tokens for all rows: the chain over even dims or that over ODD ones, which is added to it. */
+/* Scores of NV vectors of tokens for all rows: the sum over even dims, or the sum over ODD dims, which is added to
+ * it. */
 PP_INLINE void panel_chain(const int NV, const int ODD, const pp_panel *panel, const unsigned char *const *k,
                            float *s) {
     enum { FLOATS = 2, PAIR_BYTES = PP_GROUP * 4 * FLOATS }; /* of packed queries; of K */
@@ -45,12 +47,12 @@ PP_INLINE void panel_chain(const int NV, const int ODD, const pp_panel *panel, c
 static __attribute__((noinline)) void panel_chains(const pp_panel *panel, const unsigned char *const *k,
                                                    float *s) {
     panel_chain(PP_PANEL_SCORES, 0, panel, k, s);
-    PP_OPAQUE(s); /* or the first chain's sums stay in registers, which the second one needs */
+    PP_OPAQUE(s); /* otherwise the sums of the first chain stay in registers that the second needs */
     panel_chain(PP_PANEL_SCORES, 1, panel, k, s);
 }
 
 #if PP_PANEL_SCORES * PP_LANES > PP_GROUP
-/* The same of one group: at the diagonal the other one is often not seen. */
+/* The same for one group of a tile.  Near the diagonal the other group is often masked. */
 static __attribute__((noinline)) void panel_chains_of_group(const pp_panel *panel,
                                                             const unsigned char *const *k, float *s) {
     panel_chain(PP_GROUP / PP_LANES, 0, panel, k, s);
@@ -81,7 +83,7 @@ static void panel_scores(pp_panel *panel, const unsigned char *const *k) {
     }
 }
 
-/* Makes scores weights, and adds these up. */
+/* Converts scores to weights and adds the weights to the running sums. */
 static __attribute__((noinline)) void panel_softmax(pp_panel *panel, int64_t begin) {
     float *sums = panel->sums;
     const int64_t stride = panel->row_stride;
@@ -127,7 +129,7 @@ PP_INLINE void run_of_values(const int NV, const pp_panel *panel, const unsigned
             v_store(sums + r * panel->row_stride + j * PP_LANES, sum[r * NV + j]);
 }
 
-/* Adds p V of the tokens of a tile that one row sees to its dims from `column` on. */
+/* Adds p V of the tokens of a tile that one row sees, to its dims from `column` on. */
 static __attribute__((noinline)) void values_of_row(const unsigned char *const *v, int dims, int column,
                                                     uint32_t seen, const float *p, float *sums) {
     for (int d = column, next; d < dims; d = next) {
@@ -140,7 +142,7 @@ static __attribute__((noinline)) void values_of_row(const unsigned char *const *
             const int token = __builtin_ctz(bits), place = token % PP_GROUP;
             const unsigned char *row = v[token / PP_GROUP] + offset + place * width * 4;
             pp_v x;
-            if (left < PP_LANES) { /* behind the last dims nothing need be */
+            if (left < PP_LANES) { /* memory after the last dims may be inaccessible */
                 float lanes[PP_LANES] = {0};
                 memcpy(lanes, row, (size_t)left * sizeof(float));
                 x = v_load(lanes);
@@ -177,7 +179,8 @@ static __attribute__((noinline)) void common_values(const pp_panel *panel, const
         }
 }
 
-/* Adds p V of the chunk: the tokens that all rows of a pass see together, the others row by row. */
+/* Adds p V of the chunk.  Tokens that all rows of a pass see are added for all rows at once, other tokens row by
+ * row. */
 static void panel_values(const pp_panel *panel, const unsigned char *const *v) {
     for (int r0 = 0; r0 < panel->rows; r0 += PP_VALUE_ROWS)
         for (int t = panel->first; t < panel->end;) {

@@ -16,7 +16,7 @@
 
 enum { INT_MOST = 32512, INT_WORDS = 2, INT_COLUMNS = PP_GROUP / PP_LANES };
 
-/* The most that a query's integers may be, so that a score is an int32. */
+/* The maximum magnitude of a query's integers, so that a score fits into an int32. */
 static int32_t most_of_query(int32_t head_dim) {
     const int32_t most = INT32_MAX / (127 * head_dim);
     return most < INT_MOST ? most : INT_MOST;
@@ -54,7 +54,7 @@ static void pack_mixed_queries(float *to, const pp_queries *from, const pp_kv_la
         pack_queries(to, from, layout, group_size, num_queries, sm_scale, NULL);
 }
 
-/* In two loops, since PP_UNROLL unrolls no more than 16 rounds: left as a loop it keeps all sums in memory. */
+/* Two loops, because PP_UNROLL unrolls at most 16 iterations.  A remaining loop would keep all sums in memory. */
 PP_INLINE void ints_clear(const int COUNT, pp_ints *sums) {
     PP_UNROLL for (int i = 0; i < COUNT; i++)
         PP_UNROLL for (int j = 0; j < INT_SUMS; j++) sums[i * INT_SUMS + j] = ints_zero();
@@ -98,7 +98,7 @@ PP_INLINE void int_scores_at(const int HEADS, const int NV, const unsigned char 
     }
 }
 
-/* How many rows have sums in registers at once, and how many groups or vectors of dims of each. */
+/* Number of rows with sums in registers at once, and number of groups or vectors of dims for each row. */
 PP_INLINE int int_rows(int heads) {
     const int most = INT_REGISTERS / INT_SUMS;
     return heads < most ? heads : most;
@@ -195,7 +195,7 @@ PP_INLINE void int_values_at(const int HEADS, const int NV, const unsigned char 
         }
 }
 
-/* A tile's weights as integers, of several rows, and the sums that they are for: each one's part from row h on. */
+/* Weights of a tile as integers, for several rows, and the sums to add to.  Pointers are to the data of row h. */
 typedef struct int_rows_of {
     const float *words, *factors, *rescale; /* rescale may be NULL */
     float *sums;
@@ -214,8 +214,7 @@ PP_INLINE void int_values_of(const int ROWS, const int NV, int all, const unsign
         int_values_at(ROWS, 1, v, next, at, width, column, words, of->factors + h, rescale, sums, of->row_stride);
 }
 
-/* Adds p V of a tile, p being weights, to HEADS rows of sums, which are multiplied by `rescale` before, unless it is
- * NULL. */
+/* Multiplies HEADS rows of sums by `rescale` unless it is NULL, then adds p V of a tile, where p are the weights. */
 PP_INLINE void int_values(const int HEADS, const unsigned char *const *v, const unsigned char *const *next,
                           int32_t dims, const float *p, const float *rescale, float *rows, int64_t row_stride) {
     enum { WORDS = PP_TILE / 4 * INT_WORDS };
@@ -237,7 +236,7 @@ PP_INLINE void int_values(const int HEADS, const unsigned char *const *v, const 
     }
 }
 
-/* The chain of f32 scores over even dims, or that over ODD ones, which is added to it. */
+/* f32 scores: the sum over even dims, or the sum over ODD dims, which is added to it. */
 PP_INLINE void wide_chain(const int HEADS, const int ODD, const float *k, int32_t head_dim, const float *q, int q_step,
                           float *s) {
     enum { VECTORS = PP_GROUP / PP_LANES };
@@ -264,12 +263,12 @@ PP_INLINE void wide_scores(const int HEADS, const unsigned char *const *k, int32
     for (int j = 0; j < 2; j++) {
         float *to = s + j * PP_GROUP;
         wide_chain(HEADS, 0, (const float *)(const void *)k[j], head_dim, q, q_step, to);
-        PP_OPAQUE(to); /* or the first chain's sums stay in registers */
+        PP_OPAQUE(to); /* otherwise the sums of the first chain stay in registers */
         wide_chain(HEADS, 1, (const float *)(const void *)k[j], head_dim, q, q_step, to);
     }
 }
 
-/* Values of f32: each token's as they come for all rows. */
+/* Values of f32, token by token, for all rows at once. */
 PP_INLINE void wide_values(const int HEADS, const unsigned char *const *v, int32_t dims, uint32_t seen, const float *p,
                            const float *rescale, float *rows, int64_t row_stride) {
     for (int32_t d = 0, left; d < dims; d += left < PP_LANES ? left : PP_LANES) {
@@ -284,7 +283,7 @@ PP_INLINE void wide_values(const int HEADS, const unsigned char *const *v, int32
             const int t = __builtin_ctz(bits);
             const unsigned char *row = v[t / PP_GROUP] + 4 * (run * PP_GROUP + t % PP_GROUP * width + d - run);
             pp_v x;
-            if (left < PP_LANES) { /* behind the last dims nothing need be */
+            if (left < PP_LANES) { /* memory after the last dims may be inaccessible */
                 float lanes[PP_LANES] = {0};
                 memcpy(lanes, row, (size_t)left * sizeof(float));
                 x = v_load(lanes);

@@ -1,7 +1,7 @@
-/* quantised_pages.h: readers of quantised pages: bring K and V of a group into an order that kernels read.  Included
- * once per ISA, after decode_repack.h. */
+/* quantised_pages.h: converts K and V of a group of a quantised page to an order that the kernels read.  Included once
+ * per ISA, after decode_repack.h. */
 
-/* The lower and the upper halves of 64, or 16, bytes, each of them more by `add`. */
+/* Unpacks the lower and the upper 4 bits of 64 (or 16) bytes, and adds `add` to each. */
 PP_INLINE void unpack_64(unsigned char *to, int64_t upper, const unsigned char *from, uint8_t add) {
     typedef uint8_t bytes __attribute__((vector_size(64)));
     bytes x, low, high;
@@ -21,7 +21,7 @@ PP_INLINE void unpack_16(unsigned char *to, int64_t upper, const unsigned char *
     memcpy(to + upper, &high, sizeof high);
 }
 
-/* int4 of a group of one head in the order of int8, scales included. */
+/* Converts int4 of a group of one head to the order of int8, including the scales. */
 static __attribute__((noinline)) void unpack_int4(int is_v, int32_t dims, const unsigned char *from,
                                                   unsigned char *to) {
     const uint8_t add = is_v ? (uint8_t)-8 : 120;

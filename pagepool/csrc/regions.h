@@ -14,8 +14,8 @@ typedef struct pp_regions {
     int32_t count, room; /* count <= room */
 } pp_regions;
 
-/* Adds `pool`, which must stay where it is until it is detached.  PP_INVALID_ARGUMENT when an attached pool has another
- * block size, PP_NO_MEMORY; then nothing has changed. */
+/* Adds `pool`, which must not move until it is detached.  Returns PP_INVALID_ARGUMENT if an attached pool has another
+ * block size, or PP_NO_MEMORY; nothing has changed then. */
 pp_status pp_regions_attach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *pool);
 
 /* Removes `pool` if it is attached, after running copies have finished. */
@@ -28,9 +28,9 @@ void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst
 /* Bytes of a block's pages in all attached pools together. */
 int64_t pp_regions_block_bytes(const pp_regions *regions, pp_lock *lock);
 
-/* Copies the pages of `block` from every attached pool to `bytes`, one behind the other, or from there to the pools.
- * The caller holds a reference to the block and not the lock.  PP_INVALID_ARGUMENT, and nothing is copied, when the
- * pages do not have `num_bytes` bytes: a pool was attached or detached. */
+/* Copies the pages of `block` from every attached pool to `bytes`, one after another, or from `bytes` to the pools.
+ * The caller must hold a reference to the block and must not hold the lock.  Returns PP_INVALID_ARGUMENT, and copies
+ * nothing, if the size of the pages is not `num_bytes`, because a pool was attached or detached. */
 pp_status pp_regions_read_block(const pp_regions *regions, pp_lock *lock, int32_t block, unsigned char *bytes,
                                 int64_t num_bytes);
 pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes,
@@ -40,7 +40,7 @@ pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32
  * pool.  The caller must hold the lock. */
 void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n);
 
-/* Tokens of a block in the attached pools; 0 without a pool that has a layout. */
+/* Tokens of a block in the attached pools; 0 if no attached pool has a layout. */
 int32_t pp_regions_block_size(const pp_regions *regions, pp_lock *lock);
 
 #endif

@@ -1,4 +1,4 @@
-/* relax.h: the pause between two looks of a loop that waits for another thread. */
+/* relax.h: the pause in a loop that waits for another thread. */
 #ifndef PP_RELAX_H
 #define PP_RELAX_H
 

@@ -9,7 +9,7 @@
 #include "os/os.h"
 
 #define ALIGNMENT 64
-#define SMALL ((size_t)1 << 17) /* below it a heap block, cleared, is cheaper than a mapping */
+#define SMALL ((size_t)1 << 17) /* below this size a cleared heap block is cheaper than a mapping */
 
 static pp_status reserve_small(pp_reservation *reservation, size_t bytes) {
     void *base;

@@ -1,4 +1,4 @@
-/* reserve.h: zeroed memory that is reserved as address space and committed page by page, when it is first touched. */
+/* reserve.h: zeroed memory.  Its address space is reserved, and pages are committed when they are first touched. */
 #ifndef PP_RESERVE_H
 #define PP_RESERVE_H
 
@@ -8,12 +8,13 @@
 
 typedef struct pp_reservation {
     unsigned char *base;
-    size_t bytes;  /* as asked for */
-    size_t mapped; /* of the mapping that starts at base; 0: base is from the C allocator */
+    size_t bytes;  /* requested size */
+    size_t mapped; /* size of the mapping at base; 0: base is from the C allocator */
 } pp_reservation;
 
-/* `bytes` of zeros, at least 64-byte aligned; never NULL, not even for 0 bytes.  With `huge` the base is 2 MiB aligned
- * and huge pages are asked for.  PP_NO_MEMORY when the system has no room; *reservation is then untouched. */
+/* Reserves `bytes` of zeros, at least 64-byte aligned.  The base is never NULL, even for 0 bytes.  With `huge` the base
+ * is 2 MiB aligned and huge pages are requested.  Returns PP_NO_MEMORY, with *reservation unchanged, if the system has
+ * no room. */
 pp_status pp_reserve(pp_reservation *reservation, size_t bytes, int huge);
 
 /* Frees the memory and zeroes the struct.  Does nothing if the struct is already zero. */

@@ -1,13 +1,13 @@
 /* run.c: runs the units of a plan, and merges their records.
  *
- * If units need scratch, there are pieces of it for num_threads ranges.  A range takes a piece until it ends, and waits
- * for one if more ranges run. */
+ * If units need scratch, there is a slot of it for each of num_threads ranges.  A range holds a slot until it ends.  If
+ * more ranges run, they wait for a slot. */
 #include "cascade.h"
 #include "float_mode.h"
 #include "os/os.h"
 #include "unit.h"
 
-/* The sequence of a unit: the last one that begins at or before it and is not empty. */
+/* Returns the sequence of a unit: the last one that is not empty and begins at or before the unit. */
 static int32_t sequence_of(const pp_decode_plan *plan, int64_t unit) {
     int32_t low = 0, high = plan->args.num_seqs - 1;
     while (low < high) {
@@ -28,7 +28,7 @@ static void chunk_of(const pp_decode_plan *plan, int64_t unit, pp_chunk *work, i
     pp_fill_chunk(plan, s, own_begin(plan, s) + index / plan->slices, *slice, work);
 }
 
-/* The K that a unit with rows reads first, of tiled pages: four groups of its first head. */
+/* Lists the K that a unit with rows of tiled pages reads first: four groups of its first head. */
 static void first_read(const pp_decode_plan *plan, const pp_chunk *work, const unsigned char **k) {
     const int32_t parts = parts_of(&plan->args, work->group_size * work->view.num_queries);
     const unsigned char *groups[PP_CHUNK_GROUPS];

@@ -1,7 +1,8 @@
-/* simd_avx2.h: the kernels' vocabulary in AVX2, FMA and F16C: 8 lanes.  Included inside a target region. */
+/* simd_avx2.h: the vector functions of the kernels for AVX2, FMA and F16C: 8 lanes.  Included inside a target
+ * region. */
 #define PP_LANES 8
 #define PP_MAX_HEADS 6 /* query heads that share a load */
-#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values 12 of 16 registers are sums */
+#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values, sums use 12 of 16 registers */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 2
 #define PP_STEPS 0
@@ -23,26 +24,27 @@ static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, 
 static inline void v_add_product(pp_v *sum, pp_v a, pp_v b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
-/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
+/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return _mm256_set1_ps(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) {
     v_add_product(&c, a, b);
     return c;
 }
-/* sum[i] += x[i] * *b for three sums, in one piece: compilers find no place for 12 sums and 4 operands otherwise. */
+/* sum[i] += x[i] * *b for three sums.  One asm statement, because compilers otherwise do not find registers for 12 sums
+ * and 4 operands. */
 static inline void v_add_products_3(pp_v *sum, const pp_v *x, const float *b) {
     pp_v all;
     __asm__("vbroadcastss %7, %3\n\tvfmadd231ps %3, %4, %0\n\tvfmadd231ps %3, %5, %1\n\tvfmadd231ps %3, %6, %2"
             : "+x"(sum[0]), "+x"(sum[1]), "+x"(sum[2]), "=&x"(all)
             : "x"(x[0]), "x"(x[1]), "x"(x[2]), "m"(*b));
 }
-/* a, in a register from here on: compilers would rather load it once for each use. */
+/* Keeps a in a register.  Compilers would load it again for each use. */
 static inline pp_v v_pinned(pp_v a) {
     __asm__("" : "+x"(a));
     return a;
 }
-/* The same of 12 at once. */
+/* The same for 12 vectors. */
 static inline void v_pinned_12(pp_v *a) {
     __asm__("" : "+x"(a[0]), "+x"(a[1]), "+x"(a[2]), "+x"(a[3]), "+x"(a[4]), "+x"(a[5]), "+x"(a[6]), "+x"(a[7]),
             "+x"(a[8]), "+x"(a[9]), "+x"(a[10]), "+x"(a[11]));
@@ -65,7 +67,7 @@ static inline float v_sum(pp_v a) {
     c = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
-/* Whether some lane is above `limit`. */
+/* Returns 1 if a lane is above `limit`. */
 static inline int v_any_above(pp_v a, float limit) {
     return _mm256_movemask_ps(_mm256_cmp_ps(a, _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
 }
@@ -89,8 +91,8 @@ static inline void v_transpose_pairs(pp_v *a) {
     a[3] = _mm256_castpd_ps(_mm256_permute2f128_pd(odd[0], odd[1], 0x31));
 }
 
-/* 8 columns of the first of two neighbouring rows as f32, and of the second one of `width` columns; both by the place
- * of the former. */
+/* Loads 8 columns as f32 from the first (even) or the second (odd) of two adjacent rows of `width` columns.  Both take
+ * the address in the first row. */
 PP_INLINE pp_v v_even_f32(const unsigned char *at) { return _mm256_loadu_ps((const float *)at); }
 PP_INLINE pp_v v_odd_f32(const unsigned char *at, int width) {
     return _mm256_loadu_ps((const float *)at + width);
@@ -102,7 +104,7 @@ PP_INLINE pp_v v_odd_f16(const unsigned char *at, int width) {
 PP_INLINE pp_v v_even_bf16(const unsigned char *at) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)at), 16));
 }
-/* A register is cleared for nothing, while shifts to the right and back, or a mask, take a place each. */
+/* Clearing a register is free, whereas a mask, or shifts to the right and back, each take an issue slot. */
 PP_INLINE pp_v v_odd_bf16(const unsigned char *at, int width) {
     pp_v x;
     (void)width;
@@ -110,7 +112,7 @@ PP_INLINE pp_v v_odd_bf16(const unsigned char *at, int width) {
     return x;
 }
 
-/* 8 neighbours between f32 and f16. */
+/* Conversions of 8 adjacent elements between f32 and f16. */
 static inline void v_store_f16(uint16_t *to, pp_v a) {
     _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -1,7 +1,8 @@
-/* simd_avx512.h: the kernels' vocabulary in AVX-512 F, BW, DQ, VL: 16 lanes.  Included inside a target region. */
+/* simd_avx512.h: the vector functions of the kernels for AVX-512 F, BW, DQ, VL: 16 lanes.  Included inside a target
+ * region. */
 #define PP_LANES 16
 #define PP_MAX_HEADS 8 /* query heads that share a load */
-#define PP_PANEL 12 /* rows of a panel of prefill; with vectors of scores and values 24 of 32 registers are sums */
+#define PP_PANEL 12 /* rows of a panel of prefill; with vectors of scores and values, sums use 24 of 32 registers */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 4
 #define PP_STEPS 1      /* the main loop computes two tiles together if possible */
@@ -17,17 +18,17 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm512_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm512_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm512_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
-/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c.
+/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c.
  *
- * Wide units start two fma and two loads in a cycle.  An fma that loads and spreads *b itself takes a load's place each
- * time, which what it multiplies lacks then: on Zen 5 that reached 0.76 to 0.83 of the rate at which it multiplies and
- * adds, *b in a register for two vectors 0.95 to 1.  On Zen 4 an fma takes as long as two of its loads, so that the
- * former is free and saves a register, while a load of its own for each *b took up to a quarter of the rate. */
+ * Wide units start two fma and two loads in a cycle.  An fma with a broadcast operand takes a load slot each time,
+ * which the loads of the other factor then lack.  On Zen 5 this form reached 0.76 to 0.83 of the peak rate of fma; with
+ * *b in a register for two vectors it was 0.95 to 1.  On Zen 4 an fma takes as long as two of its loads.  The broadcast
+ * operand is free there and saves a register, while a separate load for each *b took up to a quarter of the rate. */
 #if PP_WIDE
 typedef pp_v pp_broadcast;
 PP_INLINE pp_broadcast v_broadcast(const float *b) {
     pp_v x = _mm512_set1_ps(*b);
-    __asm__("" : "+v"(x)); /* or compilers load it again for each fma */
+    __asm__("" : "+v"(x)); /* otherwise compilers load it again for each fma */
     return x;
 }
 PP_INLINE pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
@@ -61,7 +62,7 @@ static inline float v_sum(pp_v a) {
     c = _mm_add_ps(c, _mm_movehl_ps(c, c));
     return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
-/* Whether some lane is above `limit`. */
+/* Returns 1 if a lane is above `limit`. */
 static inline int v_any_above(pp_v a, float limit) {
     return _mm512_cmp_ps_mask(a, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
 }
@@ -102,7 +103,7 @@ PP_INLINE void v_load2_bf16(const unsigned char *rows, int width, int column, pp
     *b = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-/* The same for the last 8 columns of a row; the upper lanes become 0 and nothing behind the rows is read. */
+/* The same for the last 8 columns of a row.  The upper lanes become 0, and nothing after the rows is read. */
 #define PP_HALF_TAIL 1
 PP_INLINE void v_load2_half_f32(const unsigned char *rows, int width, int column, pp_v *a, pp_v *b) {
     *a = _mm512_maskz_loadu_ps(0xff, (const float *)rows + column);
@@ -121,7 +122,7 @@ PP_INLINE void v_load2_half_bf16(const unsigned char *rows, int width, int colum
     *b = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000u)));
 }
 
-/* 16 neighbours between f32 and f16. */
+/* Conversions of 16 adjacent elements between f32 and f16. */
 static inline void v_store_f16(uint16_t *to, pp_v a) {
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
@@ -129,8 +130,8 @@ static inline pp_v v_load_f16(const uint16_t *from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
-/* Accumulators that fit into 32 registers: heads of a pass over the scores and vectors of each, whether its two chains
- * go one after the other, value vectors, for a number of heads. */
+/* For a number of heads, accumulators that fit into 32 registers: heads and vectors of a pass over the scores, whether
+ * the two chains run one after the other, and vectors of values. */
 static inline int score_heads(int heads) { return heads; }
 static inline int score_vectors(int heads) { return heads <= 6 || PP_WIDE ? 2 : 1; }
 static inline int chains_apart(int heads) { return heads > 6 && PP_WIDE; }

@@ -1,7 +1,8 @@
-/* simd_baseline.h: the kernels' vocabulary in the compiler's own vectors: 4 lanes, any CPU, no fma, no f16. */
+/* simd_baseline.h: the vector functions of the kernels in the compiler's generic vectors: 4 lanes, any CPU, no fma, no
+ * f16. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 4 /* query heads that share a load */
-#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values 12 of 16 registers are sums */
+#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values, sums use 12 of 16 registers */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 2
 #define PP_STEPS 0
@@ -25,7 +26,7 @@ static inline pp_v v_mul(pp_v a, pp_v b) { return a * b; }
 static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
 /* Rounds twice. This is the only difference in bits from the instruction sets with fma. */
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
-/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
+/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
@@ -42,7 +43,7 @@ static inline pp_v v_pow2_eighths(pp_v biased) {
 static inline pp_v v_zero_below(pp_v a, pp_v x, pp_v limit) { return (pp_v)(~(x < limit) & (pp_vi)a); }
 /* Sums lanes i and i + n / 2 until one is left. */
 static inline float v_sum(pp_v a) { return (a[0] + a[2]) + (a[1] + a[3]); }
-/* Whether some lane is above `limit`. */
+/* Returns 1 if a lane is above `limit`. */
 static inline int v_any_above(pp_v a, float limit) {
     pp_vi above = a > v_set1(limit);
     return (above[0] | above[1] | above[2] | above[3]) != 0;
@@ -64,7 +65,8 @@ static inline void v_load2_f32(const unsigned char *rows, int width, int column,
     *a = v_load((const float *)rows + column);
     *b = v_load((const float *)rows + width + column);
 }
-/* As pp_f16_to_f32: re-biased by a multiplication, which makes subnormals right; infinities and NaN by a mask. */
+/* As pp_f16_to_f32: a multiplication corrects the bias of the exponent, for subnormals also; a mask restores infinities
+ * and NaN. */
 static inline pp_v v_from_f16(const unsigned char *p) {
     uint16_t half[4];
     memcpy(half, p, sizeof half);
@@ -86,14 +88,14 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
     *b = (pp_v)(words & 0xffff0000u);
 }
 
-/* 4 neighbours between f32 and f16. */
+/* Conversions of 4 adjacent elements between f32 and f16. */
 static inline void v_store_f16(uint16_t *to, pp_v a) {
     for (int i = 0; i < PP_LANES; i++) to[i] = pp_f32_to_f16(a[i]);
 }
 static inline pp_v v_load_f16(const uint16_t *from) { return v_from_f16((const unsigned char *)from); }
 
-/* Accumulators that fit into 16 registers: heads of a pass over the scores and vectors of each (two
- * chains each), value vectors, for a number of heads. */
+/* For a number of heads, accumulators that fit into 16 registers: heads and vectors of a pass over the scores (two
+ * chains each), and vectors of values. */
 static inline int score_heads(int heads) { return heads <= 3 ? heads : (heads + 1) / 2; }
 static inline int score_vectors(int heads) { return heads == 1 ? 4 : 2; }
 static inline int chains_apart(int heads) { return (void)heads, 0; }

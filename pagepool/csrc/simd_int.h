@@ -17,7 +17,7 @@ PP_INLINE pp_ints ints_zero(void) { return (pp_ints){{0}}; }
 
 PP_INLINE void ints_add_k(pp_ints *sums, const pp_int_data *data, const pp_factor *factor) {
     for (int c = 0; c < PP_GROUP; c++)
-        for (int i = 0; i < 4; i++) /* modulo 2^32: less the bias it is right */
+        for (int i = 0; i < 4; i++) /* modulo 2^32; correct after the bias is subtracted */
             sums->of[c] = (int32_t)((uint32_t)sums->of[c] + (uint32_t)((*data)[4 * c + i] * factor->of[i]));
 }
 PP_INLINE void ints_add_v(pp_ints *sums, const pp_int_data *data, const pp_factor *factor) {

@@ -1,7 +1,7 @@
-/* simd_neon.h: the kernels' vocabulary in AArch64 Advanced SIMD: 4 lanes. */
+/* simd_neon.h: the vector functions of the kernels for AArch64 Advanced SIMD: 4 lanes. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 8 /* query heads that share a load */
-#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values 24 of 32 registers are sums */
+#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values, sums use 24 of 32 registers */
 #define PP_PANEL_SCORES 4
 #define PP_PANEL_VALUES 4
 #define PP_STEPS 0
@@ -18,7 +18,7 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return vsubq_f32(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return vmulq_f32(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return vdivq_f32(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
-/* What vectors, one after the other, are multiplied by: *b in all lanes; and a * b + c. */
+/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
@@ -42,7 +42,7 @@ static inline float v_sum(pp_v a) {
     float32x2_t b = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(b, 0) + vget_lane_f32(b, 1);
 }
-/* Whether some lane is above `limit`. */
+/* Returns 1 if a lane is above `limit`. */
 static inline int v_any_above(pp_v a, float limit) {
     return vmaxvq_u32(vcgtq_f32(a, vdupq_n_f32(limit))) != 0;
 }
@@ -72,12 +72,12 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
     *b = vreinterpretq_f32_u32(vandq_u32(words, vdupq_n_u32(0xffff0000u)));
 }
 
-/* 4 neighbours between f32 and f16. */
+/* Conversions of 4 adjacent elements between f32 and f16. */
 static inline void v_store_f16(uint16_t *to, pp_v a) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 static inline pp_v v_load_f16(const uint16_t *from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 
-/* Accumulators that fit into 32 registers: heads of a pass over the scores and vectors of each (two
- * chains each), value vectors, for a number of heads. */
+/* For a number of heads, accumulators that fit into 32 registers: heads and vectors of a pass over the scores (two
+ * chains each), and vectors of values. */
 static inline int score_heads(int heads) { return heads; }
 static inline int score_vectors(int heads) { return heads <= 2 ? 4 : heads <= 4 ? 2 : 1; }
 static inline int chains_apart(int heads) { return (void)heads, 0; }

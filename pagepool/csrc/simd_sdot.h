@@ -1,7 +1,8 @@
 /* simd_sdot.h: sums of products of 8-bit integers by AArch64's sdot, for quantised.h.  Included inside a target region.
  *
- * A factor of 16 bits comes in two parts of 8, one in each word: 256 a + b.  sdot multiplies signed bytes: K is made
- * signed as it is loaded, so scores have no bias, and both parts are signed, of queries and of weights. */
+ * A factor of 16 bits is split into two parts of 8 bits, one in each word: 256 a + b. sdot multiplies signed bytes.  K
+ * is converted to signed bytes when it is loaded, so scores have no bias.  Both parts of queries and weights are
+ * signed. */
 #include "int_parts.h"
 
 typedef int32x4_t pp_ints;
@@ -22,8 +23,8 @@ PP_INLINE pp_factor ints_spread(const float *words) { return vreinterpret_s32_f3
 
 PP_INLINE pp_ints ints_zero(void) { return vdupq_n_s32(0); }
 
-/* In place, by its own instruction: clang before 16 has the intrinsic only in files that may use it everywhere.  In the
- * order written, which needs 29 registers: GCC's scheduler needs more, and spills within loops. */
+/* Inline assembler that accumulates in place: clang before 16 allows the intrinsic only in files compiled for the
+ * instruction.  The volatile order needs 29 registers; GCC's scheduler would need more and spill within loops. */
 PP_INLINE void ints_add_k(pp_ints *sums, const pp_ints *data, const pp_factor *factor) {
     PP_UNROLL for (int i = 0; i < INT_DATA; i++)
         __asm__ volatile("sdot %0.4s, %1.16b, %2.4b[0]" : "+w"(sums[i]) : "w"(data[i]), "w"(*factor));
@@ -35,7 +36,7 @@ PP_INLINE void ints_add_v(pp_ints *sums, const pp_ints *data, const pp_factor *f
 }
 
 PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) {
-    (void)less; /* nothing is stored as more than it is */
+    (void)less; /* stored integers have no bias */
     PP_UNROLL for (int i = 0; i < INT_DATA; i++)
         floats[i] = vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(sums[i], 8), sums[INT_DATA + i]));
 }
@@ -44,7 +45,7 @@ PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) 
 PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
     PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) {
         const uint16x4_t low = vmovn_u32(vreinterpretq_u32_f32(rounded[j]));
-        const uint16x4_t high = vrshr_n_u16(low, 8); /* as low's last 8 bits, signed, will be added to it */
+        const uint16x4_t high = vrshr_n_u16(low, 8); /* low's last 8 bits, which are signed, are added to it */
         vst1_u8((unsigned char *)(words + j * 2), vmovn_u16(vcombine_u16(high, low)));
     }
 }

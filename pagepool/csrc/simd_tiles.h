@@ -1,14 +1,14 @@
-/* simd_tiles.h: the vocabulary of AMX: 8 tiles, 0 to 7, of 16 rows of 64 bytes.
+/* simd_tiles.h: AMX tile operations: 8 tiles, 0 to 7, of 16 rows of 64 bytes.
  *
  *   default             AMX's instructions
  *   PP_TILES_PORTABLE   plain C with the same bits on every CPU: for tests without AMX, and for sanitizers, which do
  *                       not see loads and stores of tiles
  *
- * The number of a tile is part of the instruction: a literal.
+ * The number of a tile is part of the instruction and must be a literal.
  *
- * The instructions are written in assembler.  gcc 12's _tile_loadconfig and _tile_loadd do not say which memory they
- * read, so that with -O3 a store just before them is dropped or moved behind them, and LDTILECFG faults.  No target
- * pragma is needed either, but binutils 2.35 or later. */
+ * The instructions are written in assembler. gcc 12's _tile_loadconfig and _tile_loadd do not declare the memory that
+ * they read.  With -O3 a store just before them is dropped or moved behind them, and LDTILECFG faults.  Assembler also
+ * needs no target pragma, but it needs binutils 2.35 or later. */
 #ifndef PP_SIMD_TILES_H
 #define PP_SIMD_TILES_H
 
@@ -20,7 +20,7 @@ enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, TILE_BYTES = TILE_ROWS * TILE_ROW_BY
 
 #ifndef PP_TILES_PORTABLE
 
-/* What LDTILECFG reads. */
+/* The operand of LDTILECFG. */
 typedef struct tile_config {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -44,12 +44,12 @@ static inline void tiles_end(void) { __asm__ volatile("tilerelease"); }
 #define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t : :)
 #define tile_load(t, p, step) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((long)(step)), TILE_MEMORY(p))
-/* The same of memory that is not read again soon. */
+/* The same for memory that is not read again soon. */
 #define tile_stream(t, p, step) \
     __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t : : "r"(p), "r"((long)(step)), TILE_MEMORY(p))
 #define tile_store(t, p, step) \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((long)(step)) : "memory")
-/* c += a b, where a has rows of 16 pairs of bf16, and b 16 pairs deep columns.  AT&T order is b, a, c. */
+/* c += a b, where a has rows of 16 pairs of bf16, and b has columns of 16 pairs.  The AT&T order is b, a, c. */
 #define tile_dot(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
 
 #else

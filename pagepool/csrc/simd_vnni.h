@@ -1,7 +1,8 @@
 /* simd_vnni.h: sums of products of 8-bit integers by AVX512_VNNI, for quantised.h.  Included inside a target region.
  *
- * A factor of 16 bits comes in two parts of 8, one in each word: 256 a + b.  vpdpbusd multiplies unsigned bytes with
- * signed ones; K is stored unsigned, so parts of queries are signed, and V signed, so parts of weights are not. */
+ * A factor of 16 bits is split into two parts of 8 bits, one in each word: 256 a + b. vpdpbusd multiplies unsigned
+ * bytes with signed bytes.  K is stored unsigned, so parts of queries are signed.  V is stored signed, so parts of
+ * weights are unsigned. */
 #include "int_parts.h"
 
 typedef __m512i pp_ints;
@@ -20,7 +21,8 @@ PP_INLINE pp_factor ints_spread(const float *words) {
 
 PP_INLINE pp_ints ints_zero(void) { return _mm512_setzero_si512(); }
 
-/* In place, by its own instruction: compilers move sums about for the intrinsic, and run out of registers. */
+/* Inline assembler that accumulates in place: with the intrinsic, compilers move sums between registers and run out of
+ * them. */
 PP_INLINE void ints_dot(pp_ints *sum, pp_ints is_unsigned, pp_ints is_signed) {
     __asm__("vpdpbusd %2, %1, %0" : "+v"(*sum) : "v"(is_unsigned), "v"(is_signed));
 }
