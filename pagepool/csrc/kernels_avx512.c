@@ -1,3 +1,3 @@
-/* kernels_avx512.c: the kernels in AVX-512 for vector units that are narrower than its vectors. */
+/* kernels_avx512.c: the AVX-512 kernels for CPUs with vector units narrower than 512 bits. */
 #define PP_WIDE 0
 #include "kernels_avx512.h"

@@ -1,4 +1,4 @@
-/* kernels_avx512_wide.c: the kernels in AVX-512 for vector units that are as wide as its vectors. */
+/* kernels_avx512_wide.c: the AVX-512 kernels for CPUs with 512-bit vector units. */
 #define PP_WIDE 1
 
 /* This tuning must come first and cover the whole file. Without it, GCC spills pointers into vector registers within

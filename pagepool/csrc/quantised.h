@@ -195,7 +195,7 @@ PP_INLINE void int_values_at(const int HEADS, const int NV, const unsigned char 
         }
 }
 
-/* Weights of a tile as integers, for several rows, and the sums to add to.  Pointers are to the data of row h. */
+/* Weights of a tile as integers, for several rows, and the sums to add to.  All pointers are for row 0. */
 typedef struct int_rows_of {
     const float *words, *factors, *rescale; /* rescale may be NULL */
     float *sums;

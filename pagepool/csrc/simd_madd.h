@@ -1,6 +1,6 @@
 /* simd_madd.h: sums of products of 8-bit with 16-bit integers by AVX2's vpmaddwd, for quantised.h.  Included inside a
- * target region. (vpmaddubsw, which multiplies bytes, saturates.) A factor is four words of 16 bits, for four adjacent
- * bytes.  Each sum adds two products. */
+ * target region. vpmaddubsw, which multiplies bytes, is not used because it saturates.  A factor is four words of 16
+ * bits, for four adjacent bytes.  Each sum adds two products. */
 typedef __m256i pp_ints;
 typedef pp_ints pp_int_data;
 typedef __m256i pp_factor;

@@ -77,7 +77,7 @@ static inline float tile_number(uint32_t bits) {
     memcpy(&x, &bits, sizeof x);
     return x;
 }
-/* Zero with the sign of x where x is subnormal, else x. */
+/* Zero with the sign of x if x is subnormal, otherwise x. */
 static inline float tile_flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x; }
 /* a * b + c, rounded once; a and b are bf16, or a is 1.  The result is zero if it is subnormal after rounding with an
  * unbounded exponent; then the sum is exact in double. */

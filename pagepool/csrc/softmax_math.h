@@ -1,10 +1,10 @@
-/* softmax_math.h: exp, soft cap, slopes, sums of weights and merging of partial results, in an instruction set's
- * vocabulary.  Once per ISA, after convert_rows.h. */
+/* softmax_math.h: exp, soft cap, slopes, sums of weights and merging of partial results.  Included once per ISA, after
+ * convert_rows.h. */
 
-/* 2^x, and exp(x), for x <= 127: x (or x / ln 2) is n + r with n a multiple of 1/8, 2^n is put together from a table
- * and an exponent, and 2^r a polynomial of degree 3 (minimax: 2.7e-8 of the value); 1.2 ulp in all.  In the kernels
- * everything is in base 2, since splitting x takes sums only there: of all operations 4 are done by units that
- * multiply, which are busy.  0 from -127 down; NaN stays NaN. */
+/* 2^x and exp(x) for x <= 127. x (or x / ln 2) is split into n + r, where n is a multiple of 1/8. 2^n comes from a
+ * table and an exponent. 2^r is a polynomial of degree 3 (minimax: error 2.7e-8 of the value); the total error is 1.2
+ * ulp.  The kernels compute in base 2, where splitting x takes only additions: only 4 of all operations use the units
+ * that multiply, which are busy.  The result is 0 from -127 down; NaN stays NaN. */
 #define PP_EIGHTHS 1572864.0f /* 1.5 * 2^20: adding it leaves eighths; the last bits are n * 8 */
 PP_INLINE pp_v exp2_of_parts(pp_v biased, pp_v r) {
     const pp_v power = v_pow2_eighths(biased);
@@ -45,8 +45,8 @@ PP_INLINE pp_v tanh_near(pp_v x) {
 /* tanh(x): a polynomial near 0 (Cephes), by exp elsewhere. */
 PP_INLINE pp_v v_tanh(pp_v x) {
     const pp_v one = v_set1(1.0f), border = v_set1(0.625f);
-    const pp_v size = v_max(x, v_sub(v_set1(0.0f), x)); /* a NaN in x is kept */
-    if (!v_any_above(size, 0.62499994f)) return tanh_near(x); /* the float below 0.625: none is far */
+    const pp_v size = v_max(x, v_sub(v_set1(0.0f), x)); /* keeps a NaN in x */
+    if (!v_any_above(size, 0.62499994f)) return tanh_near(x); /* the float below 0.625: all lanes are near 0 */
     const pp_v e = v_exp2(v_mul(size, v_set1((float)(-2.0 * PP_LOG2_E)))), far = v_div(v_sub(one, e), v_add(one, e));
     const pp_v small = v_sub(v_set1(0.0f), v_max(v_set1(-0.625f), v_sub(v_set1(0.0f), size)));
     const pp_v near = tanh_near(small);
@@ -54,7 +54,7 @@ PP_INLINE pp_v v_tanh(pp_v x) {
     return v_sub(v_zero_below(v_add(y, y), x, v_set1(0.0f)), y);
 }
 
-/* Soft cap, in base 2 as scores are. */
+/* Applies the soft cap, in base 2 like the scores. */
 static __attribute__((noinline)) void cap_scores(const pp_tile *tile, int heads, float *s) {
     const pp_v cap = v_set1(tile->cap), inverse = v_set1(tile->inverse_cap);
     for (int t = 0; t < heads * PP_TILE; t += PP_LANES)
@@ -72,7 +72,7 @@ PP_INLINE void make_positions(int32_t first, pp_v *positions) {
         positions[j] = v_add(least, v_add(from, v_load(tokens + j * PP_LANES)));
 }
 
-/* ALiBi: the scores of rows of a tile that begins `behind` tokens behind the tile at hand. */
+/* Applies ALiBi to the scores of rows, for the tile that begins `behind` tokens after `tile`. */
 static __attribute__((noinline)) void add_slopes(const pp_tile *tile, int behind, int heads, float *s) {
     pp_v positions[PP_TILE / PP_LANES];
     int32_t query = tile->row / tile->group_size, head = tile->row % tile->group_size;
@@ -111,7 +111,7 @@ PP_INLINE float total_of(const float *sums) {
 typedef struct merged_row {
     pp_v total;
     float m;
-    int empty;        /* no chunk had a token that the row sees */
+    int empty;        /* no chunk had a token that this row sees */
     const float *sum; /* sums of the first chunk, or the merged sums */
 } merged_row;
 
@@ -126,7 +126,7 @@ PP_INLINE void merge_record(merged_row *merged, float *to, const float *sums, fl
     merged->sum = to;
 }
 
-/* The same for a sink: a chunk that has a weight and no value. */
+/* The same for a sink: it has a weight and no value. */
 PP_INLINE void merge_sink(merged_row *merged, float *to, float sink, int64_t width) {
     const float m = pp_in_base_2(sink), both = m > merged->m ? m : merged->m;
     const pp_v old_scale = v_exp2(v_set1(merged->m - both));
@@ -136,7 +136,7 @@ PP_INLINE void merge_sink(merged_row *merged, float *to, float sink, int64_t wid
     merged->sum = to;
 }
 
-/* out[:dims] = the row's result. */
+/* Writes the row's result to out[:dims]. */
 static void write_row(const merged_row *merged, float *out, int64_t dims) {
     if (merged->empty) {
         memset(out, 0, (size_t)dims * sizeof(float));
@@ -151,7 +151,7 @@ static void write_row(const merged_row *merged, float *out, int64_t dims) {
     }
 }
 
-/* The same in elements of `dtype`, from element `at` of `out` on. */
+/* The same, converted to `dtype` and stored from element `at` of `out` on. */
 static void write_result(const merged_row *merged, void *out, int32_t dtype, int64_t at, int64_t dims) {
     if (dtype == PP_F32) {
         write_row(merged, (float *)out + at, dims);

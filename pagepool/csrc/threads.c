@@ -47,16 +47,17 @@ typedef struct job {
     _Atomic int64_t next;
 } job;
 
-/* What spinning workers read, what sleeping ones wait for and what all write while they work: a cache line each. */
+/* The data that spinning workers read, the data that sleeping workers wait for, and the data that all threads write
+ * while they work are in separate cache lines. */
 static struct {
     pthread_mutex_t caller;  /* held by the thread that owns the current job */
     int num_workers;         /* started so far; only the holder of `caller` changes it */
     _Alignas(LINE) _Atomic uint64_t gate;
-    _Atomic int caller_cpu;  /* where the last job was given */
+    _Atomic int caller_cpu;  /* CPU of the caller of the last job */
     _Atomic int64_t rung_at; /* when workers were last woken */
     _Atomic int crowded;     /* the last woken worker was late, or cannot leave the caller's CPU */
     unsigned num_alone;      /* jobs started while crowded; guarded by `caller` */
-    _Alignas(LINE) _Atomic uint32_t bell; /* rung at each job; what sleeping workers wait for */
+    _Alignas(LINE) _Atomic uint32_t bell; /* changed at each job; sleeping workers wait for it */
     _Atomic int num_sleeping;
     _Alignas(LINE) job job;
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER};
@@ -79,13 +80,14 @@ static int take(job *job, int64_t share, int64_t *begin, int64_t *end) {
     return 1;
 }
 
-/* Takes ranges until none is left: large ones first, single units at the end, so that no thread is a straggler. */
+/* Takes ranges until no unit is left.  Ranges are large at first and single units at the end, so that all threads
+ * finish at about the same time. */
 static void work(job *job) {
     int64_t begin, end;
     while (take(job, 4 * (int64_t)job->num_threads, &begin, &end)) job->body(job->context, begin, end);
 }
 
-/* Takes units one by one for a while.  Whether some are left. */
+/* Takes single units for a limited time.  Returns 1 if units are left. */
 static int work_alone(job *job) {
     const int64_t until = now_ns() + ALONE_NS;
     int64_t begin, end;
@@ -96,7 +98,7 @@ static int work_alone(job *job) {
     return 0;
 }
 
-/* Returns the gate when it shows another job than `seen`: spins at first, then sleeps. */
+/* Waits until the gate shows another job than `seen`, and returns the gate.  Spins at first, then sleeps. */
 static uint64_t await_job(uint64_t seen) {
     int64_t until = now_ns() + SPIN_NS;
     uint64_t gate;
@@ -107,8 +109,8 @@ static uint64_t await_job(uint64_t seen) {
             pp_relax();
         }
     while (pp_os_current_cpu() != atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed) && now_ns() < until);
-    /* No job is slept through: the caller changes gate and bell and then looks for sleepers, we say that we sleep and
-     * then look at bell and gate. */
+    /* No wake-up is lost: the caller changes gate and bell and then checks for sleepers.  A worker first counts itself
+     * as a sleeper and then checks bell and gate. */
     atomic_fetch_add(&pool.num_sleeping, 1);
     for (;;) {
         const uint32_t bell = atomic_load(&pool.bell);
@@ -129,7 +131,7 @@ static void *worker(void *unused) {
     uint64_t gate = 0;
     for (;;) {
         gate = await_job(NUMBER(gate));
-        /* Entering an open gate pins the job: pool.job is not written again before we have left. */
+        /* Entering an open gate pins the job: pool.job is not written again before this worker has left. */
         for (;;) {
             if (!(gate & OPEN)) break;
             if (atomic_compare_exchange_weak_explicit(&pool.gate, &gate, gate + 1, memory_order_acquire,
@@ -154,7 +156,7 @@ static void forget_workers(void) {
 
 static void register_fork(void) { pthread_atfork(NULL, NULL, forget_workers); }
 
-/* Starts workers until there are `wanted`, or as many as the system allows.  They take no signals. */
+/* Starts workers until there are `wanted`, or as many as the system allows.  They block all signals. */
 static void start_workers(int wanted) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_attr_t attributes;
@@ -203,7 +205,7 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
         if (pauses < PAUSES_AT_END)
             pp_relax();
         else
-            pp_os_yield(); /* it may be waiting for this CPU */
+            pp_os_yield(); /* the worker may be waiting for this CPU */
     pthread_mutex_unlock(&pool.caller);
 }
 

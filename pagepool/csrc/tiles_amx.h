@@ -12,27 +12,27 @@ enum { ITEM_TILES = 4, NUM_JOBS = 3 };
 
 /* K and V of a head in a chunk. */
 typedef struct amx_chunk {
-    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups of tiled pages; v until the next is read */
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups of tiled pages; v until the next read */
     unsigned char *v_tiles; /* [v_squares][tiles of tokens][2][1 KB] */
-    unsigned char *k_tail;  /* [groups][1 KB]: the last dims, where they are fewer than 32 */
+    unsigned char *k_tail;  /* [groups][1 KB]: the last dims, if they are fewer than 32 */
     int not_finite;         /* V has a NaN or an infinity */
 } amx_chunk;
 
 typedef struct amx_job {
     tile_job job;
     const amx_chunk *chunk;
-    pp_running *running; /* of the panel's rows, and their sums; or NULL: the result goes to the rows' records */
+    pp_running *running; /* of the panel's rows, and their sums; NULL if the result goes to the rows' records */
     float *rows;
 } amx_job;
 
-/* A call's work on one head, and its scratch. */
+/* The work of a call on one head, and its scratch. */
 typedef struct amx_run {
     tile_call call;
     int64_t row_stride;
-    int count; /* of jobs that went in */
+    int count; /* number of jobs started */
     amx_job jobs[NUM_JOBS];
     amx_chunk chunks[NUM_JOBS];
-    tile_buffers under_way[2]; /* while the scores of one are made, the weights of another of the same are read */
+    tile_buffers under_way[2]; /* alternate: scores of one job are written while weights of another are read */
 } amx_run;
 
 typedef struct amx_scratch {
@@ -70,12 +70,12 @@ static int64_t amx_bytes(const pp_kv_layout *layout, int32_t arithmetic, int32_t
     return own > by_vectors ? own : by_vectors;
 }
 
-/* Where the tile of V for 32 tokens and 16 dims begins. */
+/* Address of the tile of V for 32 tokens and 16 dims. */
 PP_INLINE unsigned char *v_tile_at(const amx_chunk *chunk, int d, int t, int half) {
     return chunk->v_tiles + ((int64_t)(d * PP_SQUARES + t) * 2 + half) * TILE_BYTES;
 }
 
-/* Copies V of tile t of tokens into tiles; those that are not `seen` become zeros. */
+/* Copies V of token tile t into tiles.  Tokens that are not in `seen` become zeros. */
 static void copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int t, uint32_t seen) {
     for (int d = 0; d < call->v_squares; d++)
         copy_v(call->v_head_dim, d, chunk->v + 2 * t, seen, v_tile_at(chunk, d, t, 0), TILE_ROW_BYTES, TILE_BYTES);
@@ -100,7 +100,7 @@ static void read_chunk_amx(const tile_call *call, const pp_chunk *from, int32_t 
     }
 }
 
-/* The softmax of a job, item by item, spread evenly over the steps of others. */
+/* The softmax of a job.  Its items are spread evenly over the steps of other jobs. */
 typedef struct amx_softmax {
     tile_softmax next;
     int64_t items, steps, credit;
@@ -116,7 +116,7 @@ PP_INLINE void square_zero(void) {
     tile_zero(2);
     tile_zero(3);
 }
-/* Rows are [32][32]; of a panel of up to 16 rows the second half is left out. */
+/* Rows are [32][32].  The second half is skipped for a panel of up to 16 rows. */
 PP_INLINE void square_dot(const tile_item *rows, int two) {
     tile_load(4, rows, TILE_ROW_BYTES);
     tile_dot(0, 4, 6);
@@ -148,7 +148,7 @@ PP_INLINE void square_of_scores(const int PARTS, const amx_job *a, int t, amx_so
         }
         tile_stream(6, left, TILE_ROW_BYTES);
         tile_stream(7, right, TILE_ROW_BYTES);
-        for (int part = call->q_parts - 1; part >= 0; part--) { /* the smallest first */
+        for (int part = call->q_parts - 1; part >= 0; part--) { /* smallest part first */
             square_dot(queries_at(call, job->q, part, i), two);
             if (x) step_done(PARTS, x);
         }
@@ -156,7 +156,7 @@ PP_INLINE void square_of_scores(const int PARTS, const amx_job *a, int t, amx_so
     square_store(job->to->s + t * PP_TILE, PP_SCORE_STEP, two);
 }
 
-/* 32 dims of the panel's weights times V. */
+/* Multiplies the panel's weights by 32 dims of V. */
 PP_INLINE void dims_of_values(const int PARTS, const amx_job *c, int d, float *sums, amx_softmax *x) {
     const tile_job *job = &c->job;
     const int two = job->rows > TILE_ROWS;
@@ -215,12 +215,12 @@ static void run_stages(const amx_run *run, const amx_job *a, const amx_job *b, c
     (run->call.p_parts == 1 ? stages_1 : stages_2)(run, a, b, c);
 }
 
-/* The job that went in `back` jobs ago, or NULL. */
+/* Returns the job that was started `back` jobs ago, or NULL. */
 static amx_job *job_before(amx_run *run, int back) {
     return run->count >= back ? &run->jobs[(run->count - back) % NUM_JOBS] : NULL;
 }
 
-/* Ends the jobs that are under way. */
+/* Finishes the jobs in progress. */
 static void drain(amx_run *run) {
     if (!run->count) return;
     run_stages(run, NULL, job_before(run, 1), job_before(run, 2));
@@ -272,7 +272,7 @@ static void push(amx_run *run, amx_job *a, const pp_chunk *from, float *apart) {
     run->count++;
 }
 
-/* The next job's place. */
+/* Returns the struct to use for the next job. */
 static amx_job *next_job(amx_run *run, const amx_scratch *scratch, const amx_chunk *chunk, int64_t begin,
                          const tile_item *q) {
     amx_job *a = &run->jobs[run->count % NUM_JOBS];
@@ -335,7 +335,8 @@ static void prefill_amx(const pp_query_block *work) {
     write_rows_of_unit(work, scratch.running, scratch.rows, run->row_stride);
 }
 
-/* Panels of up to 32 rows; queries of a panel must last until its scores are made, which is at once. */
+/* Panels of up to 32 rows.  The queries of a panel are needed only until its scores are computed, which is
+ * immediately. */
 static void shared_amx(const pp_shared *work) {
     const pp_chunk *chunk = &work->chunk;
     const int64_t begin = chunk->first / PP_TILE * PP_TILE;
@@ -354,7 +355,8 @@ static void shared_amx(const pp_shared *work) {
     tiles_end();
 }
 
-/* Decode.  With few rows per head memory is the limit, and vectors read V in place. */
+/* Decode.  With few rows per head, memory bandwidth is the limit, and vectors are preferred because they read V in
+ * place. */
 enum { LEAST_ROWS = 16 };
 static void chunk_amx(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;

@@ -1,4 +1,4 @@
-/* tiles_avx512.c: products of tiles by the vectors of AVX-512, for vector units that are narrower. */
+/* tiles_avx512.c: products of tiles by AVX-512 vectors, for CPUs with vector units narrower than 512 bits. */
 #include "kernel_common.h"
 
 #if defined(__x86_64__)

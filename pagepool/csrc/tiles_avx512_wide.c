@@ -1,4 +1,4 @@
-/* tiles_avx512_wide.c: products of tiles by the vectors of AVX-512, for vector units that are as wide. */
+/* tiles_avx512_wide.c: products of tiles by AVX-512 vectors, for CPUs with 512-bit vector units. */
 #define PP_WIDE 1
 #include "kernel_common.h"
 

@@ -1,5 +1,5 @@
-/* tiles_of_isa.h: products of tiles by vectors, as pp_tiles_<PP_ISA>.  Included once per ISA, inside its target region
- * and after its vocabulary. */
+/* tiles_of_isa.h: products of tiles by vectors, as pp_tiles_<PP_ISA>. Included once per ISA, inside its target region
+ * and after its vector functions. */
 #include "convert_rows.h"
 #include "softmax_math.h"
 #include "block_sums.h"

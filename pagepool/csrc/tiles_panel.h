@@ -17,7 +17,7 @@ enum {
     PP_ROWS = 32,
     PP_SQUARE = PP_ROWS * PP_TILE,
     PP_SQUARES = PP_CHUNK / PP_TILE,
-    PP_SCORE_STEP = PP_CHUNK + 16, /* rows that are 2 KB apart would share few sets of L1 */
+    PP_SCORE_STEP = PP_CHUNK + 16, /* with rows 2 KB apart, all rows would map to a few sets of L1 */
     PP_MOST_PARTS = 3,             /* of queries; weights have up to 2 */
     PP_K_TILE = 32 * PP_GROUP * 2  /* bytes of 32 dims of K of a group */
 };
@@ -29,15 +29,15 @@ typedef struct tile_buffers {
     float m[PP_ROWS], total[PP_ROWS]; /* the shift and the sum of the weights of each row */
 } tile_buffers;
 
-/* What all jobs of a call have in common. */
+/* Data that all jobs of a call share. */
 typedef struct tile_call {
     int head_dim, v_head_dim;
-    int steps, v_squares;     /* 32 dims each, the last ones may be fewer */
+    int steps, v_squares;     /* in units of 32 dims; the last unit may have fewer */
     int q_parts, p_parts;
-    int keeps_weights;        /* leaves the weights in place of the scores, for the sums of blocks */
-    int bends;                /* scores are scaled, and bent by cap or slopes, before the shift is looked for */
-    float factor;             /* else they are scaled as they become weights */
-    pp_tile tile;             /* what cap_scores and add_slopes are told */
+    int keeps_weights;        /* stores the weights in place of the scores, for the sums of blocks */
+    int bends;                /* scale scores and apply soft cap or ALiBi before finding the shift */
+    float factor;             /* otherwise the factor that scales scores while they become weights */
+    pp_tile tile;             /* arguments of cap_scores and add_slopes */
 } tile_call;
 
 typedef struct tile_job {
@@ -50,12 +50,12 @@ typedef struct tile_job {
     int rows;
     int whole_panel;          /* all rows see all tokens of all these tiles */
     uint8_t whole[PP_SQUARES];            /* all rows see all tokens of the tile */
-    uint32_t seen[PP_SQUARES][PP_ROWS];   /* the tokens that a row sees, where they do not */
+    uint32_t seen[PP_SQUARES][PP_ROWS];   /* the tokens that a row sees, if a row does not see all */
     int64_t origin[PP_ROWS];              /* the position of the first query token of the row's sequence */
     pp_row row[PP_ROWS];      /* `view` may be invalid after look_at_squares */
 } tile_job;
 
-/* Numbers of bf16 that a query is cut into: as many as hold it in "bf16x2", one in "bf16". */
+/* Number of bf16 parts of a query: in "bf16x2" enough to represent it, in "bf16" one. */
 static int query_parts(int32_t arithmetic, int32_t q_dtype) {
     return arithmetic == PP_ROUNDED_BF16 || q_dtype == PP_BF16 ? 1 : q_dtype == PP_F16 ? 2 : PP_MOST_PARTS;
 }
@@ -75,19 +75,19 @@ static tile_call begin_call(const pp_chunk *chunk, int32_t kv_head) {
                  .cap = pp_in_base_2(chunk->logits_soft_cap),
                  .alibi_slopes = chunk->alibi_slopes ? chunk->alibi_slopes + kv_head * chunk->group_size : NULL,
                  .group_size = chunk->group_size}};
-    /* The highest of scores times a factor is the highest score's only where the factor is above 0. */
+    /* Scaling preserves the maximum of the scores only if the factor is above 0. */
     call.bends = call.tile.cap != 0.0f || call.tile.alibi_slopes || !(call.tile.scale > 0.0f);
     if (!call.bends) call.factor = call.tile.scale;
     if (call.tile.cap != 0.0f) call.tile.inverse_cap = 1.0f / call.tile.cap;
     return call;
 }
 
-/* Where the queries of a part and of 32 dims are, [32 rows][32]. */
+/* Address of the queries of a part and of 32 dims, [32 rows][32]. */
 PP_INLINE const tile_item *queries_at(const tile_call *call, const tile_item *q, int part, int step) {
     return q + (part * call->steps + step) * PP_SQUARE;
 }
 
-/* Cuts the queries of the job's rows into parts at `to`; dims past the last one are zeros. */
+/* Splits the queries of the job's rows into parts at `to`.  Dims after the last one are zeros. */
 static void cut_queries(const tile_job *job, int32_t q_dtype, float *widened, tile_item *to) {
     const tile_call *call = job->call;
     const int64_t step = (int64_t)call->steps * PP_SQUARE;
@@ -109,7 +109,7 @@ static void cut_queries(const tile_job *job, int32_t q_dtype, float *widened, ti
     }
 }
 
-/* Finds what the job's rows see of the chunk's tiles; tile 0 begins at job->begin. */
+/* Determines which tokens of the chunk's tiles the job's rows see.  Tile 0 begins at token job->begin. */
 static void look_at_squares(tile_job *job, int64_t chunk_end) {
     const int64_t begin = job->begin;
     int64_t low = INT64_MAX, high = 0, all_from = 0, all_to = chunk_end;
@@ -142,15 +142,15 @@ static void look_at_squares(tile_job *job, int64_t chunk_end) {
     }
 }
 
-/* Whether the row sees something of the chunk. */
+/* Returns 1 if the row sees a token of the chunk. */
 static int sees_job(const tile_job *job, int r) {
     for (int t = job->first; t < job->end; t++)
         if (job->whole[t] || job->seen[t][r]) return 1;
     return 0;
 }
 
-/* Scales the scores of a row and applies soft cap and slopes, if the call has any.  Tokens that the row does not see
- * score -inf. */
+/* Scales the scores of a row, and applies soft cap and ALiBi if the call has them.  Masked tokens get a score of
+ * -inf. */
 static __attribute__((noinline)) void bend_row(const tile_job *job, int r) {
     const tile_call *call = job->call;
     float *s = job->to->s + r * PP_SCORE_STEP;
@@ -182,7 +182,7 @@ typedef struct tile_softmax {
     pp_v sum[PP_GROUP / PP_LANES];
 } tile_softmax;
 
-/* Makes the scores of a tile weights, in PARTS parts. */
+/* Converts the scores of a tile to weights, in PARTS parts. */
 PP_INLINE void weigh_tile(const int PARTS, tile_softmax *x, int t) {
     const tile_job *job = x->job;
     tile_item *p = job->to->p[0][t] + x->row * 32;
@@ -204,7 +204,8 @@ PP_INLINE void weigh_tile(const int PARTS, tile_softmax *x, int t) {
     }
 }
 
-/* Weighs the next `TILES` tiles of a row, or those that are left of it; the row's first ones after its shift. */
+/* Computes the weights of the next `TILES` tiles of a row, or of the remaining ones.  Before the first tile of a row it
+ * determines the shift. */
 PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
     const tile_job *job = x->job;
     const int r = x->row;
@@ -213,9 +214,9 @@ PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
         if (job->call->bends || !job->whole_panel) bend_row(job, r);
         pp_v highest = v_set1(-INFINITY);
         for (int t = job->first * PP_TILE; t < job->end * PP_TILE; t += PP_LANES)
-            highest = v_max(v_load(s + t), highest); /* a NaN does not count */
+            highest = v_max(v_load(s + t), highest); /* ignores NaN */
         const float m = v_highest(highest) * job->call->factor;
-        x->m = m > -FLT_MAX ? m : -FLT_MAX; /* -inf less -inf is NaN */
+        x->m = m > -FLT_MAX ? m : -FLT_MAX; /* -inf - (-inf) is NaN */
         for (int j = 0; j < PP_GROUP / PP_LANES; j++) x->sum[j] = v_set1(0.0f);
     }
     const int end = x->tile + TILES < job->end ? x->tile + TILES : job->end;
@@ -239,13 +240,13 @@ static __attribute__((noinline)) void softmax_of_job(const tile_job *job) {
             softmax_item(2, PP_SQUARES, &x);
 }
 
-/* The sign of a zero that products underflow to can depend on masked tokens: makes -0 a 0. */
+/* Replaces -0 by 0, because the sign of a zero after underflow can depend on masked tokens. */
 static void clear_zeros(const tile_job *job) {
     const int64_t all = (int64_t)job->rows * job->call->v_squares * 32;
     for (int64_t i = 0; i < all; i += PP_LANES) v_store(job->sums + i, v_add(v_load(job->sums + i), v_set1(0.0f)));
 }
 
-/* Merges the job's result into what the chunks before it left of its rows. */
+/* Merges the job's result with the result of the chunks before, for each row. */
 static void merge_job(const tile_job *job, pp_running *running, float *rows, int64_t row_stride) {
     const int64_t width = row_stride - PP_GROUP, sums_step = job->call->v_squares * 32;
     clear_zeros(job);
@@ -265,7 +266,7 @@ static void merge_job(const tile_job *job, pp_running *running, float *rows, int
     }
 }
 
-/* Leaves the job's result in the records of its rows. */
+/* Stores the job's result in the records of its rows. */
 static void record_job(const tile_job *job, int64_t row_stride) {
     const int64_t width = row_stride - PP_GROUP, sums_step = job->call->v_squares * 32;
     if (job->first < job->end) clear_zeros(job);
@@ -295,7 +296,7 @@ static void list_job_rows(const pp_query_block *work, int32_t first, tile_job *j
     }
 }
 
-/* The rows of one head in a chunk from row `row` of all on, up to `to`; their queries are rows of f32. */
+/* Lists the rows of one head in a chunk, from row `row` of all rows up to `to`.  Their queries are rows of f32. */
 static void list_chunk_rows(const pp_chunk *work, int32_t head, int32_t row, int32_t to, tile_job *job) {
     const int32_t head_rows = work->group_size * work->view.num_queries;
     job->rows = to - row < PP_ROWS ? to - row : PP_ROWS;
@@ -335,7 +336,7 @@ static void copy_v(int v_head_dim, int d, const unsigned char *const *groups, ui
         const uint32_t both = seen >> (2 * pair) & 3, keep = (both & 1 ? 0xffffu : 0) | (both & 2 ? 0xffff0000u : 0);
         uint32_t words[32];
         if (dims < 32) memset(words, 0, sizeof words);
-        if (dims == 32) /* of a known size: no call */
+        if (dims == 32) /* constant size, so that no function is called */
             memcpy(words, from, sizeof words);
         else
             memcpy(words, from, (size_t)dims * 4);

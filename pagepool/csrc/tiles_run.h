@@ -4,11 +4,11 @@
  * Reads K and V of tiled pages in place.  Values are computed tile by tile for all dims, so that pages are read
  * sequentially; the sums stay in L1. */
 
-/* The pieces of a unit's scratch. */
+/* The parts of a unit's scratch. */
 typedef struct tile_scratch {
     pp_running *running;   /* of all rows */
     float *rows;
-    unsigned char *groups; /* of read_tiled */
+    unsigned char *groups; /* for read_tiled */
     tile_buffers *buffers;
     tile_job *job;
     tile_item *q; /* of all panels */
@@ -16,7 +16,7 @@ typedef struct tile_scratch {
     unsigned char *v; /* of one tile: [v_squares][16 pairs][32 dims] */
 } tile_scratch;
 
-/* Lays the pieces for `rows` rows out in `memory`, and returns how many bytes they take. */
+/* Assigns the parts for `rows` rows in `memory`, and returns their size in bytes. */
 static int64_t lay_out_tiles(const pp_kv_layout *layout, int q_parts, int32_t rows, unsigned char *memory,
                              tile_scratch *scratch) {
     int64_t at = 0;
@@ -39,7 +39,7 @@ static int64_t tiles_bytes(const pp_kv_layout *layout, int32_t arithmetic, int32
     return lay_out_tiles(layout, query_parts(arithmetic, q_dtype), rows, NULL, &scratch);
 }
 
-/* Groups from one that is read to that which is prefetched into L2 meanwhile. */
+/* Distance in groups from the group that is read to the group that is prefetched into L2. */
 enum { FAR = 6, BEHIND = FAR + 2 };
 
 /* Scores of all tiles.  Called while subnormals are flushed. */
@@ -61,7 +61,7 @@ static __attribute__((noinline)) void scores_of_job(const tile_job *job, const u
         }
 }
 
-/* Adds weights times V of a tile to the sums of rows [from, to), smallest part first; `square` has what to read. */
+/* Adds weights times V of a tile to the sums of rows [from, to), smallest part first.  `square` describes V. */
 static void add_values(const tile_job *job, int from, int to, int t, int d, const tile_columns *square) {
     const int64_t sums_step = job->call->v_squares * 32;
     for (int part = job->call->p_parts - 1; part >= 0; part--)
@@ -69,7 +69,7 @@ static void add_values(const tile_job *job, int from, int to, int t, int d, cons
                     sums_step, t == job->first && part == job->call->p_parts - 1);
 }
 
-/* The same of V that is copied first, but for tokens that are not seen. */
+/* The same for a copy of V in which masked tokens are zeros. */
 static void add_copied_values(const tile_job *job, int from, int to, int t, int d, const unsigned char *const *v,
                               uint32_t seen, unsigned char *copy) {
     tile_columns b = {.step = 128, .pairs = 16};
@@ -79,7 +79,7 @@ static void add_copied_values(const tile_job *job, int from, int to, int t, int 
     add_values(job, from, to, t, d, &b);
 }
 
-/* Whether the V of a tile has a NaN or an infinity. */
+/* Returns 1 if V of a tile has a NaN or an infinity. */
 static int tile_not_finite(const tile_call *call, const unsigned char *const *v) {
     const int64_t bytes = (int64_t)call->v_head_dim * PP_GROUP * 2;
     return some_not_finite(v[0], bytes) || some_not_finite(v[1], bytes);
@@ -116,7 +116,7 @@ static __attribute__((noinline)) void values_of_job(const tile_job *job, const u
     }
 }
 
-/* All stages of a job; whether some row sees some of the chunk. */
+/* Runs all stages of a job.  Returns 1 if a row sees a token of the chunk. */
 static int run_job(tile_job *job, int64_t chunk_end, const unsigned char *const *k, const unsigned char *const *v,
                    unsigned char *copy) {
     look_at_squares(job, chunk_end);
@@ -131,13 +131,13 @@ static int run_job(tile_job *job, int64_t chunk_end, const unsigned char *const 
     return 1;
 }
 
-/* The groups of K and V of a head in a chunk, `count` of each, then the groups that are read next. */
+/* The groups of K and V of a head in a chunk, `count` of each, followed by the groups that are read next. */
 typedef struct tile_groups {
     int count;
     const unsigned char *k[PP_CHUNK_GROUPS + BEHIND], *v[PP_CHUNK_GROUPS + BEHIND];
 } tile_groups;
 
-/* Lists the groups.  The last two are repeated behind them. */
+/* Lists the groups, followed by a copy of the last two. */
 static void read_groups(const pp_chunk *chunk, int32_t head, unsigned char *laid_out, tile_groups *groups) {
     const int64_t begin = chunk->first / PP_TILE * PP_TILE;
     groups->count = (int)((chunk->end - begin + PP_TILE - 1) / PP_TILE) * 2;
@@ -148,7 +148,7 @@ static void read_groups(const pp_chunk *chunk, int32_t head, unsigned char *laid
     }
 }
 
-/* Lists V behind K, and behind V the K of the next head or of the next chunk, in the order of the walk. */
+/* Lists V after K, and after V the K of the next head or of the next chunk, in the order in which they are read. */
 static void follow_on(const pp_chunk *work, int has_next, tile_groups *groups) {
     if (!work->pool->layout.tiled || work->pool->layout.v_in_k) return;
     for (int i = 0; i < BEHIND; i++) {
@@ -228,7 +228,7 @@ static void add_job_to_blocks(const tile_job *job, const pp_chunk *work, float *
         }
 }
 
-/* Decode: a chunk of one sequence for the rows of some parts.  Queries are rows of f32. */
+/* Decode: a chunk of one sequence for some parts of its rows.  Queries are rows of f32. */
 static void tiles_chunk(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     const int32_t head_rows = work->group_size * work->view.num_queries;

@@ -1,18 +1,21 @@
-/* tiles_vectors.h: products in the order of AMX's TDPBF16PS, by the vectors of an instruction set.  Once per ISA.
+/* tiles_vectors.h: products in the order of AMX's TDPBF16PS, by the vectors of an instruction set.  Included once per
+ * ISA.
  *
- * A product adds to a number of C, over up to 16 pairs of elements of bf16, two chains of fma from 0, and their sum:
+ * A product of up to 16 pairs of bf16 elements has two chains of fma, which begin at 0.  Their sum is added to an
+ * element of C:
  *
  *     first  = fma(a[k].first,  b[k].first,  first)        k = 0 .. pairs - 1
  *     second = fma(a[k].second, b[k].second, second)
  *     c = c + (first + second)
  *
- * Subnormal operands and results are zeros of their sign.  That is what TDPBF16PS computes, bit by bit.  Two ways:
+ * Subnormal operands and results become zeros with the same sign.  The result is bit-identical to TDPBF16PS.  There are
+ * two implementations:
  *
- *   PP_DOT_BY_FMA      x86: flush_begin sets flushing in MXCSR, flush_end restores it.  Compilers do not know of it, so
- *                      products in between must be in functions that are not inlined
+ *   PP_DOT_BY_FMA      x86: flush_begin sets flushing in MXCSR, flush_end restores it.  Compilers are not aware of it,
+ *                      so products in between must be in functions that are not inlined
  *   PP_DOT_BY_DOUBLE   any CPU with doubles.  A product of two bf16 is exact in f64.  If its sum with an f32 is not
  *                      exact, the sum is close to one of the two and far from the middle between two f32, so rounding
- *                      twice gives the same as once.  Arm flushes results before rounding, which has other bits */
+ *                      twice gives the same as once.  Arm flushes results before rounding, which gives other bits */
 
 #if defined(PP_DOT_BY_FMA)
 enum { FLUSH_RESULTS = 0x8000, FLUSH_OPERANDS = 0x0040 }; /* bits of MXCSR */
@@ -32,7 +35,7 @@ PP_INLINE pp_v sum_flushed(pp_v a, pp_v b) { return v_add(a, b); }
 static inline unsigned flush_begin(void) { return 0; }
 static inline void flush_end(unsigned before) { (void)before; }
 
-/* Zero with the sign of x where x is subnormal, else x. */
+/* Zero with the sign of x if x is subnormal, otherwise x. */
 static inline pp_v flush_subnormal(pp_v x) {
     const pp_bits bits = (pp_bits)x, normal = (pp_bits)((bits & 0x7f800000u) != 0u);
     return (pp_v)(bits & (normal | 0x80000000u));
@@ -54,9 +57,9 @@ static inline tile_factor factor_at(const float *x) { return v_set1(*x); }
 static inline pp_v sum_flushed(pp_v a, pp_v b) { return product_flushed(a, v_set1(1.0f), b); }
 #endif
 
-/* 32 columns of B, up to 16 pairs deep: columns [16 j, 16 j + 16) of pairs [8 h, 8 h + 8) begin at at[h][j], and from
- * one pair to the next it is `step` bytes.  While B is read, the bytes at distance
- * `near` from it are prefetched into L1, and those at distance `far` into L2. */
+/* 32 columns of B with up to 16 pairs each.  Columns [16 j, 16 j + 16) of pairs [8 h, 8 h + 8) begin at at[h][j];
+ * consecutive pairs are `step` bytes apart.  While B is read, the bytes at distance `near` are prefetched into L1, and
+ * the bytes at distance `far` into L2. */
 typedef struct tile_columns {
     const unsigned char *at[2][2];
     int64_t step, near[2][2], far[2][2];
@@ -65,8 +68,8 @@ typedef struct tile_columns {
 
 enum { PP_PRODUCT_ROWS = 6, PP_PRODUCT_VECTORS = 2, PP_HALF_PAIRS = 8 };
 
-/* The chains of ROWS rows of A and PP_PRODUCT_VECTORS vectors of columns from V0 on: FIRST ones, SECOND ones, or both.
- * Elements of A are widened to f32; from one row to the next it is `a_step` of them. */
+/* The chains of ROWS rows of A and PP_PRODUCT_VECTORS vectors of columns, beginning with vector v0: the FIRST chains,
+ * the SECOND chains, or both.  Elements of A are widened to f32; rows of A are `a_step` elements apart. */
 PP_INLINE void chains_of(const int ROWS, const int FIRST, const int SECOND, const int v0, const float *a,
                          int64_t a_step, const tile_columns *b, pp_v *first, pp_v *second) {
     PP_UNROLL for (int i = 0; i < ROWS * PP_PRODUCT_VECTORS; i++) {
@@ -118,7 +121,7 @@ PP_INLINE void product_of_rows(const int ROWS, const float *a, int64_t a_step, c
     for (int v0 = 0; v0 < PP_TILE / PP_LANES; v0 += PP_PRODUCT_VECTORS) {
         pp_v first[SUMS], second[SUMS];
         float *to = c + v0 * PP_LANES;
-#if PP_16_REGISTERS /* one after the other: both take more registers than there are */
+#if PP_16_REGISTERS /* one chain after the other: both need more registers than exist */
         float kept[SUMS * PP_LANES], *keep = kept;
         chains_of(ROWS, 1, 0, v0, a, a_step, b, first, NULL);
         PP_UNROLL for (int i = 0; i < ROWS * PP_PRODUCT_VECTORS; i++) v_store(keep + i * PP_LANES, first[i]);
@@ -138,7 +141,8 @@ PP_INLINE void product_of_rows(const int ROWS, const float *a, int64_t a_step, c
     }
 }
 
-/* Adds the product of `rows` rows of A and 32 columns of B to C, or to zeros where it is `fresh`; steps in elements. */
+/* Adds the product of `rows` rows of A and 32 columns of B to C.  If `fresh` is set, C is overwritten.  Steps are in
+ * elements. */
 static __attribute__((noinline)) void add_product(int rows, const float *a, int64_t a_step, const tile_columns *b,
                                                   float *c, int64_t c_step, int fresh) {
     const int passes = (rows + PP_PRODUCT_ROWS - 1) / PP_PRODUCT_ROWS;
@@ -157,12 +161,12 @@ static __attribute__((noinline)) void add_product(int rows, const float *a, int6
     }
 }
 
-/* Elements of A: numbers of bf16 in f32. */
+/* Elements of A are bf16 numbers stored as f32. */
 typedef float tile_item;
 
 static inline float item_value(tile_item x) { return x; }
 
-/* Nearest bf16 as f32, subnormal numbers being zeros. */
+/* Nearest bf16 as f32.  Subnormal numbers become zeros. */
 PP_INLINE pp_v v_rounded(pp_v x) {
     const pp_bits bits = (pp_bits)x, even = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
     const pp_bits nan = (pp_bits)((bits & 0x7fffffffu) > 0x7f800000u);
@@ -183,8 +187,8 @@ PP_INLINE void cut_into_parts(const int PARTS, const pp_v *x, tile_item *to, int
     }
 }
 
-/* Adds 32 rounded weights to 16 running sums, pair by pair, the second of each first, as AVX512_BF16's dot product with
- * ones does. */
+/* Adds 32 rounded weights to 16 running sums, pair by pair, the second element of each pair first.  AVX512_BF16's dot
+ * product with ones has the same order. */
 PP_INLINE void add_rounded_weights(const tile_item *p, pp_v *sum) {
     float first[PP_GROUP], second[PP_GROUP];
     for (int i = 0; i < PP_GROUP; i++) {

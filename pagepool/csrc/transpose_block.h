@@ -1,12 +1,12 @@
-/* transpose_block.h: 8 rows of 8 words become 8 columns.  Included once per ISA.
+/* transpose_block.h: transposes blocks of 8 rows of 8 words.  Included once per ISA.
  *
- * Squares of `side` rows and columns are transposed in vectors: rounds of interleaving rows i and i + side / 2, three
- * rounds for 8 and two for 4.  A vector has 8 words of 16 bits, and 8 or 4 words of 32 bits. */
+ * Squares of `side` rows and columns are transposed in vectors.  Each round interleaves rows i and i + side / 2.  There
+ * are three rounds for side 8 and two for side 4.  A vector has 8 words of 16 bits, or 8 or 4 words of 32 bits. */
 typedef uint16_t pp_words_16 __attribute__((vector_size(16)));
 enum { PP_SIDE_32 = PP_LANES == 4 ? 4 : 8 };
 typedef uint32_t pp_words_32 __attribute__((vector_size(4 * PP_SIDE_32)));
 
-/* Row r of `to` becomes column r of `from`; steps in bytes. */
+/* Column r of `from` becomes row r of `to`; steps in bytes. */
 PP_INLINE void transpose_block_16(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
     pp_words_16 a[8], b[8];
     PP_UNROLL for (int i = 0; i < 8; i++) memcpy(&a[i], from + i * from_step, sizeof a[i]);
@@ -20,7 +20,7 @@ PP_INLINE void transpose_block_16(unsigned char *to, int64_t to_step, const unsi
     PP_UNROLL for (int i = 0; i < 8; i++) memcpy(to + i * to_step, &a[i], sizeof a[i]);
 }
 
-/* A square of PP_SIDE_32 rows and columns. */
+/* Transposes a square of PP_SIDE_32 rows and columns. */
 PP_INLINE void transpose_side_32(unsigned char *to, int64_t to_step, const unsigned char *from, int64_t from_step) {
     enum { SIDE = PP_SIDE_32, HALF = SIDE / 2, ROUNDS = SIDE == 8 ? 3 : 2 };
     pp_words_32 a[SIDE], b[SIDE];

@@ -20,7 +20,7 @@
 typedef struct pp_view {
     int64_t seq_len;
     int32_t num_queries;
-    int64_t window; /* 0: none; else the last `window` tokens up to the query's own */
+    int64_t window; /* 0: unlimited; otherwise a query sees the last `window` tokens up to its own */
     const uint8_t *mask;
     int64_t mask_first, mask_width;
 } pp_view;
@@ -40,12 +40,12 @@ static inline int64_t pp_end_seen(const pp_view *view, int64_t query) {
     return end > 0 ? end : 0;
 }
 
-/* Every query token sees all tokens from the first that the last one sees up to this one. */
+/* All query tokens see every token from first_seen of the last query up to this position (exclusive). */
 static inline int64_t pp_until_all_see(const pp_view *view) {
     return view->mask ? view->mask_first : pp_end_seen(view, 0);
 }
 
-/* `count` bits, at most 32, from bit `at` on.  No byte beyond them is read. */
+/* Returns `count` bits, at most 32, from bit `at` on.  Reads no byte after them. */
 static inline uint32_t pp_bits_at(const uint8_t *bits, int64_t at, int count) {
     const int64_t last = (at + count - 1) / 8;
     uint64_t word = 0;
@@ -53,14 +53,14 @@ static inline uint32_t pp_bits_at(const uint8_t *bits, int64_t at, int count) {
     return (uint32_t)(word >> at % 8 & (((uint64_t)1 << count) - 1));
 }
 
-/* Bits [from, to) of 32, either border anywhere. */
+/* Bits [from, to) of 32.  Both ends are clamped. */
 static inline uint32_t pp_bits_between(int64_t from, int64_t to) {
     if (from < 0) from = 0;
     if (to > PP_TILE) to = PP_TILE;
     return from < to ? (uint32_t)((((uint64_t)1 << to) - 1) & ~(((uint64_t)1 << from) - 1)) : 0;
 }
 
-/* The tokens of the tile at `begin` that a query sees, a bit each. */
+/* The tokens of the tile at `begin` that a query sees, as a bit mask. */
 static inline uint32_t pp_tile_seen(const pp_view *view, int64_t query, int64_t begin) {
     uint32_t seen = pp_bits_between(pp_first_seen(view, query) - begin, pp_end_seen(view, query) - begin);
     if (view->mask && seen) {

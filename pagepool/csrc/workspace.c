@@ -8,7 +8,7 @@
 enum { ALIGN = 64 };
 
 static _Thread_local struct {
-    void *memory; /* kept: lent while `lent` is set */
+    void *memory; /* cached by the thread; in use while `lent` is set */
     size_t bytes;
     int lent;
 } own;
