@@ -28,10 +28,11 @@ PP_INLINE pp_v odd_row(const int DT, const unsigned char *at, int width) {
 
 PP_INLINE int k_pair_bytes(const int DT) { return 2 * PP_GROUP * item_bytes(DT); }
 
-/* How a part of a head's rows prefetches.  Where lines are prefetched twice the second of several parts prefetches,
- * which reads what the first one has brought: on Intel S2 and S5 took 1.05 times as long by either of them once.  In
- * f32, which memory delivers hardly faster than it is used, the four stages of the first two a quarter each (Zen 4: S2
- * in 0.91 to 0.92 of the time), if K and V have as many lines, in whole runs. */
+/* The prefetch mode of a part of a head's rows.  If lines are prefetched twice, the second of several parts prefetches,
+ * because it reads data that the first part has loaded: on Intel, S2 and S5 took 1.05 times as long if both parts
+ * prefetched once.  In f32, memory is hardly faster than the computation.  There the four stages of the first two parts
+ * prefetch a quarter each (Zen 4: S2 in 0.91 to 0.92 of the time), if K and V have the same number of lines, in whole
+ * runs. */
 enum { QUARTERS = PP_PREFETCH_TWICE + 1, LATE_QUARTERS };
 PP_INLINE int part_mode(const int DT, int mode, int place, int parts, const pp_tile *tile) {
     if (DT == PP_MIXED || mode != PP_PREFETCH_TWICE || parts == 1) return place == 0 ? mode : PP_PREFETCH_NONE;
@@ -40,9 +41,9 @@ PP_INLINE int part_mode(const int DT, int mode, int place, int parts, const pp_t
     return place == 0 ? QUARTERS : place == 1 ? LATE_QUARTERS : PP_PREFETCH_NONE;
 }
 
-/* A stage's quarter, in the order of the stages (scores and values of one part, then of the other): a group's K or V,
- * which is read a head's visit later, and once more the quarter before it; of each what begins `from` bytes from its
- * beginning. */
+/* Finds the quarter that a stage prefetches.  The stages are the scores and values of one part, then of the other part.
+ * `next` is in the K or V of a group that is read one visit of a head later.  `again` is in the quarter before it,
+ * which is prefetched once more.  Both are `from` bytes after the beginning of their quarter. */
 PP_INLINE void quarter_of(int late, const int VALUES, const pp_tile *tile, int64_t from,
                           const unsigned char **next, const unsigned char **again) {
     const unsigned char *const *groups = VALUES ? tile->next_v : tile->next_k;
@@ -54,11 +55,11 @@ PP_INLINE void prefetch_quarter(const unsigned char *next, const unsigned char *
     prefetch_into_l2(again, bytes);
 }
 
-/* Adds to HEADS x NV sums the products of NV vectors, each of the first or (ODD) the second of two neighbouring rows
- * that are `width` elements long, with a weight per head.  The weights of up to three heads stay in registers while the
- * vectors come one by one; of more heads the weights come one by one, for two vectors each, and once more for the next
- * two, or for three.  12 sums, three weights and a vector are all 16 registers: compilers find these places only where
- * they are told before and after that the sums are in registers. */
+/* Adds the products of NV vectors with one weight per head to HEADS x NV sums.  The vectors are from the first or (ODD)
+ * the second of two adjacent rows of `width` elements.  For up to three heads, the weights stay in registers and the
+ * vectors are loaded one by one.  For more heads, each weight is loaded for two vectors and again for the next two, or
+ * for three. 12 sums, three weights and a vector use all 16 registers.  Compilers find this allocation only if they are
+ * told before and after the products that the sums are in registers. */
 PP_INLINE void add_products(const int DT, const int HEADS, const int NV, const int ODD, const unsigned char *const *at,
                             int width, const float *weight, const int weight_step, pp_v *sum) {
     const int AT_ONCE = HEADS <= 3 || NV == 1 ? 1 : NV == 3 ? 3 : 2;
@@ -195,7 +196,7 @@ PP_INLINE void values(const int DT, const int HEADS, const int NV, const int MOD
 typedef void chain_stage(const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late);
 typedef void values_stage(const pp_tile *tile, int column, const float *p, float *o, int late);
 typedef struct stages {
-    chain_stage *even, *odd, *fourth; /* or both chains, NULL, NULL; the last of the fourth vector, or NULL */
+    chain_stage *even, *odd, *fourth; /* `even` is both chains if `odd` is NULL; `fourth`: the last vector, or NULL */
     values_stage *values, *last_values;
 } stages;
 PP_INLINE int score_step(int heads) { return heads <= 4 ? 4 : 2; }
@@ -217,7 +218,7 @@ PP_INLINE int most_values(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 
     PP_VALUES(values_##of, HEADS, dtype, V, MODE)
 #define PP_ENTRY(of, HEADS, fourth, last) \
     [HEADS] = {even_##of##_##HEADS, odd_##of##_##HEADS, fourth, values_##of##_##HEADS, last##_##of##_##HEADS}
-/* Defines the stages of a dtype in a mode, and stages_<of>, by the number of heads. */
+/* Defines the stages of a dtype in a mode, and the table stages_<of>, by the number of heads. */
 #define PP_STAGES(of, dtype, MODE) \
     PP_SCORES(scores_##of, 1, dtype, 4, 1, 1, MODE) \
     PP_VALUES(values_##of, 1, dtype, 8, MODE) \

@@ -114,7 +114,7 @@ static inline int64_t blocks_of(const pp_decode_plan *plan, int32_t s) {
     return ceil_div(queries_of(plan, s), plan->block_queries);
 }
 
-/* The first chunk of a sequence that it does not share, counted from the first that is seen. */
+/* The first chunk of a sequence that it does not share, counted from its first visible chunk. */
 static inline int64_t own_begin(const pp_decode_plan *plan, int32_t s) {
     return plan->num_shared ? plan->shared_chunks[s] : 0;
 }

@@ -297,7 +297,8 @@ PP_INLINE void wide_values(const int HEADS, const unsigned char *const *v, int32
     }
 }
 
-/* One tile of one kv head for HEADS of its rows that see the same of it: decode_tile.h. */
+/* One tile of one kv head for HEADS of its rows that see the same tokens.  The arguments are described at one_tile in
+ * decode_tile.h. */
 PP_INLINE void mixed_tile(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
                           int mode) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
