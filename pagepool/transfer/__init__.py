@@ -1,4 +1,4 @@
-"""Pages from one engine's pool into another's, checked by generation. See docs/guide/transfer.md."""
+"""Copies pages from one engine's pool to another, checked by block generation. See docs/guide/transfer.md."""
 
 from pagepool.errors import TransferError
 from pagepool.transfer.local import LocalTransfer

@@ -1,4 +1,4 @@
-"""LocalTransfer: between pools of one process, by memcpy. Needs no other package."""
+"""LocalTransfer: copies pages between pools of one process by memcpy. Needs no other package."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ __all__ = ["LocalTransfer"]
 
 
 class LocalTransfer(Transfer):
-    """A `Transfer` between engines of one process: for their tests, and where several models share a process.
+    """A `Transfer` between engines of one process, for tests and for several engines that share a process.
 
-    Arguments and methods are those of `Transfer`. Peers are found by name, so names must differ.
+    Parameters and methods are the same as in `Transfer`. Peers are found by name, so names must differ.
 
+    Examples
+    --------
     >>> from pagepool import KvCachePool, KvLayout
     >>> layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, dtype="float32")
     >>> pools = [KvCachePool.from_layout(layout, num_blocks=4) for _ in range(2)]
@@ -52,7 +54,7 @@ class LocalTransfer(Transfer):
         self._check_alive(peer)
 
     def _disconnect(self, peer: PeerDescription) -> None:
-        """There is no connection."""
+        """Do nothing: a local peer needs no connection."""
 
     def _post(self, peer: PeerDescription, copies: NDArray[np.int64]) -> Any:
         self._check_alive(peer)
@@ -65,5 +67,5 @@ class LocalTransfer(Transfer):
 
     def _check_alive(self, peer: PeerDescription) -> None:
         found = self._by_name.get(peer.name)
-        if found is None or found.describe() != peer:  # an address of another description could be anywhere
+        if found is None or found.describe() != peer:  # addresses of an old description may be invalid
             raise TransferError(f"no local transfer of this process has the name {peer.name!r} and epoch {peer.epoch}")

@@ -1,4 +1,4 @@
-"""NixlTransfer: between processes and machines by NIXL. Needs the extra `transfer` (nixl-cu12)."""
+"""NixlTransfer: copies pages between processes and machines with NIXL. Needs the extra `transfer` (nixl-cu12)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ from pagepool.transfer.tickets import Lease, PeerDescription
 
 __all__ = ["NixlTransfer"]
 
-# NIXL's own module `nixl` chooses one of these by torch's version, and fails if another one is installed. Memory of the
-# CPU needs neither a GPU nor CUDA, so that each of them will do.
+# The module `nixl` selects a package by the version of torch, and fails if only a different package is installed.
+# Transfers of CPU memory need neither a GPU nor CUDA, so any package in this list works.
 BACKENDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
-# Microseconds that the thread which serves reads sleeps while nothing comes; a request wakes it up. NIXL's Python sets
-# 0, with which an idle thread takes a core.
+# Microseconds that NIXL's progress thread sleeps while it is idle; a request wakes it. NIXL's Python API sets 0, and
+# then an idle thread uses a full core.
 IDLE_PAUSE = 500
-DIGEST_BYTES = 32  # before NIXL's metadata: their SHA-256
+DIGEST_BYTES = 32  # a SHA-256 digest, which precedes NIXL's metadata
 
 
-_loading = Lock()  # guards what is replaced in other modules for the duration of an import or of a call
+_loading = Lock()  # guards the attributes of other modules that are replaced during an import or a call
 
 
 def load_nixl() -> tuple[Any, Any]:
-    """Return NIXL's modules `_api` and `_bindings`. Raises `ImportError` if NIXL is not installed.
+    """Return NIXL's modules `_api` and `_bindings`.
 
-    NIXL configures its loggers by `logging.config.dictConfig` when it is imported, which closes every handler of the
-    process: that call is left out. NIXL's messages go to the root logger, from the level WARNING on.
+    On import, NIXL calls `logging.config.dictConfig`, which closes every log handler of the process. This function
+    suppresses that call. NIXL's messages of level WARNING and above go to the root logger.
+
+    Raises
+    ------
+    ImportError
+        NIXL is not installed.
     """
     name = next((name for name in BACKENDS if find_spec(name) is not None), None)
     if name is None:
@@ -51,11 +56,11 @@ def load_nixl() -> tuple[Any, Any]:
 
 
 def _leave_handlers(config: object) -> None:
-    """Takes the place of `logging.config.dictConfig` and leaves all handlers as they are."""
+    """Replacement for `logging.config.dictConfig` that leaves all handlers unchanged."""
 
 
 def _new_agent(name: str, serves: bool) -> Any:
-    """A `nixl_agent` whose thread sleeps while it is idle."""
+    """Return a `nixl_agent` with a progress thread that sleeps while it is idle."""
     api, bindings = load_nixl()
     base = bindings.nixlAgentConfig
 
@@ -71,20 +76,25 @@ def _new_agent(name: str, serves: bool) -> Any:
 
 
 class NixlTransfer(Transfer):
-    """A `Transfer` by NIXL: the kernel copies on one machine; between machines RDMA, or TCP where there is none.
+    """A `Transfer` that copies pages with NIXL.
 
-    It needs no GPU and no torch, and not NIXL's package `nixl`: one of its backends, such as nixl-cu12, will do. Raises
-    `ImportError` without one.
+    On one machine the kernel copies the pages. Between machines NIXL uses RDMA, or TCP if RDMA is not available.
+    Neither a GPU nor torch is needed. One NIXL backend, such as the package nixl-cu12, is enough.
 
     Parameters
     ----------
-    name
+    name : str or None
         As in `Transfer`.
-    timeout
-        As in `Transfer`.
-    serves
-        Whether peers read from it. NIXL then has a thread of its own, which wants most of a core while pages move
-        over TCP and sleeps while nothing comes. Without, bytes come while `poll` is called.
+    timeout : float
+        As in `Transfer`, in seconds.
+    serves : bool
+        Whether peers read pages from this engine. If true, NIXL runs a progress thread. It uses most of a core while
+        pages move over TCP, and sleeps while it is idle. If false, reads make progress only during calls of `poll`.
+
+    Raises
+    ------
+    ImportError
+        NIXL is not installed.
     """
 
     transport = "nixl"
@@ -94,12 +104,12 @@ class NixlTransfer(Transfer):
         self.serves = serves
         _, bindings = load_nixl()
         kinds = vars(bindings).values()
-        # NIXL's exceptions have no base of their own.
+        # NIXL's exceptions have no common base class.
         self._errors = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
         self._agent: Any = _new_agent(self.name, serves)
 
     def offer(self, blocks: Iterable[int], names: Iterable[bytes] = (), seconds: float = 60.0) -> Lease:
-        """As `Transfer.offer`. Raises `ValueError` without `serves`."""
+        """Hold blocks for readers, as `Transfer.offer`. Raises `ValueError` if `serves` is false."""
         if not self.serves:
             raise ValueError(f"transfer {self.name!r} only reads: give serves=True to offer pages")
         return super().offer(blocks, names, seconds)
@@ -114,15 +124,15 @@ class NixlTransfer(Transfer):
         return sha256(metadata).digest() + metadata
 
     def _detach(self, requests: list[Any]) -> None:
-        # A request that is released, and one whose peer is removed, still writes what comes late: only the end of the
-        # agent, which closes all connections, ends it.
+        # A released request can still write bytes that arrive late, even after its peer was removed. Only deleting the
+        # agent closes all connections and stops these writes.
         for request in requests:
             self._release(request)
         self._agent = None
 
     def _connect(self, peer: PeerDescription) -> None:
         digest, metadata = peer.connection[:DIGEST_BYTES], peer.connection[DIGEST_BYTES:]
-        if sha256(metadata).digest() != digest:  # NIXL reads them in C++, where wrong bytes can end the process
+        if sha256(metadata).digest() != digest:  # corrupt metadata can crash NIXL's C++ parser
             raise TransferError(f"the description of peer {peer.name!r} was changed on its way")
         try:
             self._agent.add_remote_agent(metadata)
@@ -163,5 +173,5 @@ class NixlTransfer(Transfer):
         try:
             self._agent.release_xfer_handle(request)
         except self._errors as error:
-            # NIXL keeps what it cannot cancel until the agent ends.
+            # NIXL keeps a transfer that it cannot cancel until the agent is deleted.
             warnings.warn(f"NIXL keeps a transfer that it cannot release: {error}", ResourceWarning, stacklevel=2)

@@ -1,14 +1,14 @@
-"""Transfer: pages from one engine's pool into another's. Here is all that does not depend on how bytes move.
+"""Transfer: copies pages from one engine's pool to another. This module is independent of the transport.
 
     source                                   reader
     lease = offer(blocks)                    blocks = allocator.allocate_n(n)
     lease.ticket  ────────────────────────▶  read(ticket, blocks)
-    pages         ◀───── 1st request ──────  into blocks that nobody else has
-    epoch, words  ◀───── 2nd request ──────  only when all pages are there
+    pages         ◀───── 1st request ──────  into blocks with no other reference
+    epoch, words  ◀───── 2nd request ──────  only after all pages have arrived
     withdraw(lease)                          poll(): each block is loaded or failed
 
-The generation of a block rises before its next owner writes the first byte. So a page is the one of the ticket if its
-word, read after the page, has the ticket's generation and says that the block is held.
+Allocating a block increments its generation before the new owner writes the first byte. The reader reads the block's
+word after the page. If the word has the ticket's generation and a reference count above 0, the page matches the ticket.
 """
 
 from __future__ import annotations
@@ -33,17 +33,29 @@ from pagepool.transfer.tickets import Lease, PeerDescription, ReadResult, Ticket
 
 __all__ = ["Transfer"]
 
-# A loop without a pause takes the core that the peer's own thread needs: with two cores 13 pages of 128 KiB took 20 ms
-# instead of 0.25.
+# A loop without a pause occupies the core that the peer's thread needs. On two cores, reading 13 pages of 128 KiB then
+# took 20 ms instead of 0.25 ms.
 PAUSE = 20e-6
-WORD = 8  # bytes of a word and of an epoch
+WORD = 8  # size of a word and of an epoch, in bytes
 
 
 @dataclass
 class Memory:
-    """The memory of a registered pool, as arrays of bytes and words whose addresses stay.
+    """The memory of a registered pool, as arrays with fixed addresses.
 
-    landing  uint64 (2, num_blocks): where epoch and words of a read arrive, in the columns of the reader's blocks
+    Attributes
+    ----------
+    pages
+        uint8 (bytes,): the pages of the pool.
+    words
+        uint64 (num_blocks,): the words of `BlockGenerations`.
+    epoch_word
+        uint64 (1,): the epoch of the pool.
+    landing
+        uint64 (2, num_blocks): receives the epoch (row 0) and the words (row 1) of a read. Columns are the reader's
+        block ids.
+    block_bytes
+        Bytes per page.
     """
 
     pages: NDArray[np.uint8]
@@ -63,7 +75,7 @@ class _Registered:
 
 @dataclass
 class _Read:
-    """A read until no byte of it can come any more. It holds a reference to each block, whatever the reader does."""
+    """A read, kept until none of its bytes can arrive later. It holds its own reference to each destination block."""
 
     number: int
     ticket: Ticket
@@ -77,19 +89,19 @@ class _Read:
 
 
 class Transfer(ABC):
-    """Reads pages of other engines' pools into blocks of one pool, and lets others read its own.
+    """Reads pages from pools of other engines into blocks of one pool, and lets peers read pages of this pool.
 
-    A base class: `NixlTransfer` and `LocalTransfer` move the bytes. One thread at a time may use an
-    object; `close` it, or use it as a context manager. Its references show in `BlockAllocator.owners`.
+    This is a base class: `NixlTransfer` and `LocalTransfer` copy the bytes. The object is not thread-safe. Close it
+    with `close`, or use it as a context manager. `BlockAllocator.owners` lists its references.
 
     Equation: references == sum(blocks of leases) + sum(blocks of reads that may still be written to).
 
     Parameters
     ----------
-    name
-        Of this engine among its peers; by default a random one.
-    timeout
-        Seconds after which a read whose peer does not answer has failed.
+    name : str or None
+        Name of this engine, unique among its peers. None: a random name.
+    timeout : float
+        Seconds until a read fails because its peer has not answered.
     """
 
     __reduce__ = refuse_copy
@@ -103,8 +115,8 @@ class Transfer(ABC):
         self.timeout = real("timeout", timeout, 0.0)
         self._registered: _Registered | None = None
         self._peers: dict[str, PeerDescription] = {}
-        self._lost: set[str] = set()  # names of peers for `is_lost`
-        self._leaving: dict[str, PeerDescription] = {}  # forgotten, but reads of theirs have not ended
+        self._lost: set[str] = set()  # names of peers, see `is_lost`
+        self._leaving: dict[str, PeerDescription] = {}  # forgotten peers with unfinished reads
         self._leases: list[Lease] = []
         self._reads: dict[int, _Read] = {}
         self._last_read = 0
@@ -112,27 +124,33 @@ class Transfer(ABC):
 
     @property
     def label(self) -> str:
-        """The name, for `BlockAllocator.owners`."""
+        """The name that `BlockAllocator.owners` shows."""
         return self.name
 
     def references(self) -> list[int]:
-        """The blocks that are held now, one entry for each reference."""
+        """Return the ids of the blocks that this object holds, one entry for each reference."""
         leased = [block for lease in self._leases if len(lease.refs) for block, _ in lease.ticket.blocks]
         return leased + [block for read in self._reads.values() if len(read.refs) for block in read.blocks.tolist()]
 
     def register(self, pool: KvCachePool, model: str = "") -> None:
-        """Makes the pages of a pool and the generations of its blocks readable by peers; once for each object.
+        """Make the pages of a pool and the generations of its blocks readable by peers.
 
-        Raises `ValueError` when a pool is registered already or has no blocks, `TransferError` when the transport
-        cannot have the memory; then nothing has changed.
+        May be called once for each object. The pool cannot be closed before this object. It must not be trimmed if
+        RDMA pins its memory.
 
         Parameters
         ----------
-        pool
-            The `KvCachePool`; it cannot be closed before this object, and must not be trimmed where RDMA pins
-            memory.
-        model
-            A name of the model and its weights; peers with another one are refused.
+        pool : KvCachePool
+            The pool.
+        model : str
+            Name of the model and its weights. Peers with a different name are refused.
+
+        Raises
+        ------
+        ValueError
+            A pool is already registered, or the pool has no blocks. Nothing has changed.
+        TransferError
+            The transport cannot register the memory. Nothing has changed.
         """
         self._check_open()
         if not isinstance(pool, KvCachePool):
@@ -166,15 +184,30 @@ class Transfer(ABC):
         pool.allocator.add_owner(self)
 
     def describe(self) -> PeerDescription:
-        """Returns what a peer needs to `meet` this engine. Raises `ValueError` before `register`."""
+        """Return the description that a peer passes to `meet`. Raises `ValueError` before `register`."""
         return self._own().description
 
     def meet(self, peer: PeerDescription) -> str:
-        """Connects to a peer; returns its name. Meeting one again that is the same changes nothing.
+        """Connect to a peer. A second call with the same description changes nothing.
 
-        Raises `TransferError` when its pages are not laid out as those of this pool, it cannot be reached, or it was
-        forgotten and its last reads have not ended; `ValueError` for another transport, this engine's own name, or a
-        peer that has another pool since it was met: `forget` it first. Then nothing has changed.
+        Parameters
+        ----------
+        peer : PeerDescription
+            The result of the peer's `describe`.
+
+        Returns
+        -------
+        str
+            Name of the peer.
+
+        Raises
+        ------
+        TransferError
+            The peer's page layout differs from this pool's, the peer cannot be reached, or the peer was forgotten and
+            its last reads have not ended. Nothing has changed.
+        ValueError
+            The peer has a different transport or this engine's own name, or it has registered a new pool since the last
+            `meet`. In the last case call `forget` first. Nothing has changed.
         """
         own = self._own().description
         if not isinstance(peer, PeerDescription):
@@ -198,19 +231,31 @@ class Transfer(ABC):
         return peer.name
 
     def offer(self, blocks: Iterable[int], names: Iterable[bytes] = (), seconds: float = 60.0) -> Lease:
-        """Holds blocks for readers; returns the `Lease` with the `Ticket` to send them.
+        """Take a reference to each block and return a lease. Its ticket lets readers find the pages.
 
-        Raises `InvalidBlock` for a block that is not in use, `ValueError` for none; then nothing has changed.
+        The pages must be final. If the owner rewrites a page in place after the lease has ended, the page changes but
+        its generation does not, so a reader cannot detect it.
 
         Parameters
         ----------
-        blocks
-            Ids of blocks in use, in the order of their tokens, whose pages are final: an owner that truncates a
-            sequence and writes its own block anew when the lease has ended changes the page, not the generation.
-        names
-            What the engine calls them, one for each or none.
-        seconds
-            After which `poll` withdraws the lease.
+        blocks : iterable of int
+            Ids of blocks in use, in the order of their tokens.
+        names : iterable of bytes
+            The engine's names of the blocks: one name per block, or empty.
+        seconds : float
+            Seconds until `poll` withdraws the lease.
+
+        Returns
+        -------
+        Lease
+            Holds the blocks. Its `ticket` is sent to the reader.
+
+        Raises
+        ------
+        InvalidBlock
+            A block is not in use. Nothing has changed.
+        ValueError
+            `blocks` is empty. Nothing has changed.
         """
         own, lasts = self._own(), real("seconds", seconds, 0.0)
         ids = [integer("a block", block) for block in blocks]
@@ -221,35 +266,47 @@ class Transfer(ABC):
             lease = Lease(Ticket(self.name, own.description.epoch, pairs, tuple(names)), monotonic() + lasts, refs)
         except BaseException as error:
             refs.give_back()
-            if isinstance(error, TransferError):  # of the ticket: the arguments are at fault
+            if isinstance(error, TransferError):  # raised by `Ticket` for wrong arguments
                 raise ValueError(str(error)) from None
             raise
         self._leases.append(lease)
         return lease
 
     def withdraw(self, lease: Lease) -> None:
-        """Gives up a lease before it expires; the ticket stays good for as long as its blocks are not taken anew.
+        """Drop the references of a lease before it expires. The ticket stays valid until its blocks are reallocated.
 
-        Does nothing for one that was withdrawn or has expired.
+        Does nothing if the lease was withdrawn or has expired.
         """
         if lease in self._leases:
             self._leases.remove(lease)
             lease.refs.give_back()
 
     def read(self, ticket: Ticket, blocks: Iterable[int]) -> int:
-        """Begins to read the pages of a ticket; returns the number of the read, which `poll` names when it has ended.
+        """Start to read the pages of a ticket into blocks of this pool. `poll` reports the result and later errors.
 
-        Raises `TransferError` when the peer was not met, or in another epoch of its pool; `InvalidBlock` for a block
-        that is free or that others have, too, `ValueError` for another number of blocks. Then nothing has changed. All
-        that goes wrong later is told by `poll`.
+        The read holds one more reference to each block until none of its bytes can arrive later. The blocks must not be
+        read, shared or freed until `poll` returns them.
 
         Parameters
         ----------
-        ticket
-            Of a peer that was met.
-        blocks
-            As many blocks of this pool, which the caller has taken and nobody else has; one more reference to each
-            is held until no byte can come any more. Until `poll` returns them, nobody may read, share or free them.
+        ticket : Ticket
+            A ticket from a peer that was met.
+        blocks : iterable of int
+            Ids of allocated blocks, one for each block of the ticket. Only the caller may hold references to them.
+
+        Returns
+        -------
+        int
+            Number of the read, which is `ReadResult.read` in the result of `poll`.
+
+        Raises
+        ------
+        TransferError
+            The peer was not met, or was met in a different epoch of its pool. Nothing has changed.
+        InvalidBlock
+            A block is free or has other references. Nothing has changed.
+        ValueError
+            The number of blocks differs from the ticket. Nothing has changed.
         """
         allocator = self._own().pool.allocator
         peer = self._peer_of(ticket)
@@ -269,16 +326,23 @@ class Transfer(ABC):
         return read.number
 
     def poll(self, seconds: float = 0.0) -> list[ReadResult]:
-        """Returns the reads that have ended since the last call, and withdraws the leases that have expired.
+        """Advance all reads, return the reads that have ended since the last call, and withdraw expired leases.
 
-        A block is loaded if its page is that of the ticket. It has failed if it has another generation, is free, its
-        pool is in another epoch, the peer cannot be reached or has not answered in time, or the read was cancelled.
-        Failed blocks may still be written to; they are not handed out again before that has ended.
+        A block is loaded if its page matches the ticket. A block has failed if the source block is free or has a
+        different generation, the source pool is in a different epoch, the peer cannot be reached or has not answered in
+        time, or the read was cancelled. Late bytes may still be written to failed blocks. The read holds references to
+        them until that is impossible, so the allocator does not hand them out meanwhile.
 
         Parameters
         ----------
-        seconds
-            How long to wait for one, in pauses of 20 us; 0 does not wait, and without reads nobody waits.
+        seconds : float
+            Longest time to wait for a result, with pauses of 20 us. With 0, or without running reads, the call returns
+            at once.
+
+        Returns
+        -------
+        list of ReadResult
+            One entry for each read that has ended.
         """
         self._check_open()
         end = monotonic() + real("seconds", seconds, 0.0)
@@ -293,7 +357,7 @@ class Transfer(ABC):
             sleep(PAUSE)
 
     def cancel(self, read: int) -> None:
-        """Gives a read up; the next `poll` returns its blocks as failed. Raises `ValueError` for one that has ended."""
+        """Cancel a read; the next `poll` returns its blocks as failed. Raises `ValueError` if the read has ended."""
         found = self._reads.get(read)
         if found is None or found.is_reported:
             raise ValueError(f"read {read} has ended or never began; the last one was {self._last_read}")
@@ -302,14 +366,14 @@ class Transfer(ABC):
     def is_lost(self, peer: str) -> bool:
         """Return whether a read found that a peer does not answer in time, cannot be reached or is in another epoch.
 
-        Until `forget`. False for a peer that is well and has taken the pages of a ticket anew.
+        The answer stays true until `forget`. A live peer that has reallocated the blocks of a ticket is not lost.
         """
         return peer in self._lost
 
     def forget(self, peer: str) -> None:
-        """Ends all reads from a peer, whose blocks `poll` returns as failed, and the connection when they have ended.
+        """End all reads from a peer, then close the connection. `poll` returns their blocks as failed.
 
-        Raises `ValueError` for a peer that was not met.
+        Raises `ValueError` if the peer was not met.
         """
         if peer not in self._peers:
             raise ValueError(f"peer {peer!r} is none of the {len(self._peers)} that were met")
@@ -321,9 +385,10 @@ class Transfer(ABC):
         self._disconnect_idle()
 
     def close(self) -> None:
-        """Ends all reads, without results, all leases and all connections. A second call does nothing.
+        """End all reads without results, all leases and all connections. A second call does nothing.
 
-        Waits for what is under way, as long as that has time: a peer may not bear to be left in the middle of it.
+        Waits for running requests, at most until the deadlines of their reads, because disconnecting in the middle of a
+        request can break the peer.
         """
         if self._is_closed:
             return
@@ -335,7 +400,7 @@ class Transfer(ABC):
         for peer in [*self._peers]:
             self.forget(peer)
         if self._registered is not None:
-            self._registered.memory.epoch_word[0] = 0  # who reads it after this does not find the epoch of its ticket
+            self._registered.memory.epoch_word[0] = 0  # later reads do not find their ticket's epoch
             self._detach([read.request for read in self._reads.values() if read.request is not None])
         for read in self._reads.values():
             read.refs.give_back()
@@ -346,7 +411,7 @@ class Transfer(ABC):
         self._is_closed = True
 
     def __enter__(self) -> Transfer:
-        """The object itself; the end of the block closes it."""
+        """Return the object itself. The end of the `with` block closes it."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -366,12 +431,12 @@ class Transfer(ABC):
         return sum(read.ticket.peer == peer and read.request is not None for read in self._reads.values())
 
     def _disconnect_idle(self) -> None:
-        """Bytes of a peer may come until its last request has ended, connected or not."""
+        """Disconnect forgotten peers that have no running request. Until then their bytes can still arrive."""
         for name in [name for name in self._leaving if not self._in_flight(name)]:
             self._disconnect(self._leaving.pop(name))
 
     def _peer_of(self, ticket: Ticket) -> PeerDescription:
-        """The peer that made a ticket, checked: its epoch, and that it has these blocks."""
+        """Return the peer that made a ticket. Checks the ticket's epoch and block ids against the peer."""
         if not isinstance(ticket, Ticket):
             raise wrong("ticket", "a Ticket", ticket)
         peer = self._peers.get(ticket.peer)
@@ -385,7 +450,7 @@ class Transfer(ABC):
         return peer
 
     def _post_read(self, read: _Read, peer: PeerDescription) -> None:
-        """Sends a read's next request, that for its pages or that for epoch and words."""
+        """Post the next request of a read: first for the pages, then for the epoch and the words."""
         memory = self._own().memory
         theirs = np.array([block for block, _ in read.ticket.blocks], np.int64)
         copies = np.empty((len(theirs) + read.wants_words, 3), np.int64)  # to, from, bytes
@@ -407,7 +472,7 @@ class Transfer(ABC):
             self._lost.add(peer.name)
 
     def _advance_alone(self, read: _Read, now: float) -> ReadResult | None:
-        """As `_advance`. A read that cannot be advanced fails and never stops other reads."""
+        """Call `_advance`; if it raises, only this read fails and other reads continue."""
         try:
             return self._advance(read, now)
         except Exception as error:
@@ -415,7 +480,7 @@ class Transfer(ABC):
             return None if read.is_reported else self._report(read, np.zeros(len(read.blocks), bool))
 
     def _advance(self, read: _Read, now: float) -> ReadResult | None:
-        """Takes a read as far as it goes now; returns its result, once."""
+        """Advance a read without waiting. Returns its result once, and None before and after that."""
         while not read.error and self._has_arrived(read):
             if read.error:
                 break
@@ -433,7 +498,7 @@ class Transfer(ABC):
         return None
 
     def _has_arrived(self, read: _Read) -> bool:
-        """Whether the request of a read has ended: its bytes are there, or none come any more and `error` says why."""
+        """Return whether the request of a read has ended. If it has failed, `error` holds the reason."""
         try:
             if not self._check(read.request):
                 return False
@@ -445,7 +510,7 @@ class Transfer(ABC):
         return True
 
     def _good_ones(self, read: _Read) -> NDArray[np.bool_]:
-        """For each block whether the page is that of the ticket; `error` says what is not."""
+        """Return bool (blocks,): whether each page matches the ticket. Sets `error` if a page does not match."""
         landing = self._own().memory.landing
         epoch, words = int(landing[0, read.blocks[0]]), landing[1, read.blocks]
         wanted = np.array([times for _, times in read.ticket.blocks], np.uint64)
@@ -469,44 +534,50 @@ class Transfer(ABC):
         return ReadResult(read.number, read.blocks[good].tolist(), read.blocks[~good].tolist(), read.error)
 
     def _drop(self, read: _Read) -> None:
-        """Nothing writes into the blocks of a read any more."""
+        """Release the blocks of a read. None of its bytes can arrive later."""
         read.refs.give_back()
         if read.is_reported:
             self._reads.pop(read.number, None)
 
     @abstractmethod
     def _attach(self, memory: Memory) -> bytes:
-        """Makes all arrays known to the transport; returns what peers need to connect."""
+        """Register all arrays with the transport. Returns the bytes that peers need to connect."""
 
     @abstractmethod
     def _detach(self, requests: list[Any]) -> None:
-        """Gives back what `_attach` has taken, and ends requests: when it returns, no byte comes any more."""
+        """Undo `_attach` and end all requests. No bytes arrive after this returns."""
 
     @abstractmethod
     def _connect(self, peer: PeerDescription) -> None:
-        """Raises `TransferError` when the peer cannot be reached."""
+        """Connect to a peer. Raises `TransferError` if it cannot be reached."""
 
     @abstractmethod
     def _disconnect(self, peer: PeerDescription) -> None:
-        """Ends the connection. No request of the peer is under way."""
+        """Close the connection. Requires that no request to the peer is running."""
 
     @abstractmethod
     def _post(self, peer: PeerDescription, copies: NDArray[np.int64]) -> Any:
-        """Begins to copy and returns the request. Raises `TransferError` when it cannot, and no byte comes.
+        """Start to copy and return the request. Raises `TransferError` if the copy cannot start; no bytes arrive then.
 
-        copies  (n, 3): address here, address at the peer, bytes
+        Parameters
+        ----------
+        peer : PeerDescription
+            The source of the bytes.
+        copies : ndarray
+            int64 (n, 3): destination address, source address at the peer, number of bytes.
         """
 
     @abstractmethod
     def _check(self, request: Any) -> bool:
-        """Whether all bytes of a request are there; then the request is gone.
+        """Return whether all bytes of a request have arrived. If true, the request is released.
 
-        Raises `TransferError` when it has failed and no byte comes any more; then it is gone, too.
+        Raises `TransferError` if the request has failed and none of its bytes can arrive later. The request is released
+        in this case also.
         """
 
 
 def _check_alone(allocator: BlockAllocator, ticket: Ticket, ids: list[int]) -> None:
-    """Nobody but the caller may see what is written into these blocks."""
+    """Check that only the caller holds references to the destination blocks, and that their number is right."""
     if len(ids) != len(ticket.blocks):
         raise ValueError(f"the ticket has {len(ticket.blocks)} blocks, {len(ids)} were given to read them into")
     if len(set(ids)) != len(ids):

@@ -1,4 +1,4 @@
-"""What engines send each other before pages move: who a peer is and how its pages lie, and tickets for blocks."""
+"""Messages that engines exchange before pages are copied: descriptions of peers, and tickets for blocks."""
 
 from __future__ import annotations
 
@@ -18,33 +18,37 @@ if TYPE_CHECKING:
 __all__ = ["Lease", "PeerDescription", "ReadResult", "Ticket", "fingerprint"]
 
 
-MAX_BLOCK = 2**31 - 1  # as `BlockAllocator` has it
+MAX_BLOCK = 2**31 - 1  # as in `BlockAllocator`
 MAX_GENERATION = 2**32 - 1
 MAX_EPOCH = 2**63 - 1
 MAX_ADDRESS = 2**63 - 1
 MAX_TICKET_BLOCKS = 2**20
-MAX_TEXT = 4096  # characters of the name of a peer and of a fingerprint, bytes of the name of a block
+MAX_TEXT = 4096  # characters in the name of a peer or in a fingerprint; bytes in the name of a block
 MAX_CONNECTION = 2**20  # bytes
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """Says where pages were when the ticket was made, and how a reader sees whether they are still there.
+    """Block ids and generations of pages. A reader uses them to find the pages and to detect changes.
 
-    It is plain data and can be pickled; unpickling checks the fields, too. It holds no blocks: the `Lease` that comes
-    with it does. A ticket is for pages that are final. Raises `TransferError` for a field of another type or out of
-    bounds.
+    A ticket is plain data and can be pickled. Unpickling checks the fields again. The ticket itself holds no
+    references: its `Lease` holds them. The pages must be final.
 
     Attributes
     ----------
-    peer
-        Name of the `Transfer` that made it.
-    epoch
-        Of that transfer's pool: another number each time that a pool is registered.
-    blocks
-        (block, generation) of each page, in the order of the tokens, up to 2**20; see `BlockGenerations`.
-    names
-        What the engine calls the blocks, one for each or none, for example the names of a `PrefixEvent`.
+    peer : str
+        Name of the `Transfer` that made the ticket.
+    epoch : int
+        Epoch of the pool: a random number, drawn when the pool is registered.
+    blocks : tuple of (int, int)
+        (block, generation) of each page, in the order of the tokens, at most 2**20; see `BlockGenerations`.
+    names : tuple of bytes
+        The engine's names of the blocks, such as the names in a `PrefixEvent`: one name per block, or empty.
+
+    Raises
+    ------
+    TransferError
+        A field has a wrong type or is out of range.
 
     Examples
     --------
@@ -82,10 +86,12 @@ class Lease:
 
     Attributes
     ----------
-    ticket
-        What the reader gets.
-    expires
-        `time.monotonic()` of the source at which `Transfer.poll` withdraws it.
+    ticket : Ticket
+        The ticket to send to the reader.
+    expires : float
+        Time at which `Transfer.poll` withdraws the lease, as `time.monotonic()` of the source.
+    refs : BlockRefs
+        The references to the blocks.
     """
 
     ticket: Ticket
@@ -95,30 +101,33 @@ class Lease:
 
 @dataclass(frozen=True)
 class PeerDescription:
-    """All that another `Transfer` needs to meet this one. It is plain data and can be pickled, as a `Ticket` can.
-
-    Raises `TransferError` for a field of another type or out of bounds.
+    """The data that another `Transfer` needs to connect to this one. It is plain data and can be pickled.
 
     Attributes
     ----------
-    name
-        Of the transfer.
-    transport
+    name : str
+        Name of the transfer.
+    transport : str
         "local" or "nixl".
-    epoch
-        Of its pool.
-    fingerprint
-        How its pages lie, see `fingerprint`.
-    num_blocks
-        Blocks that its pool may have.
-    pages
+    epoch : int
+        Epoch of the registered pool.
+    fingerprint : str
+        Page layout and model, see `fingerprint`.
+    num_blocks : int
+        Largest number of blocks of the pool.
+    pages : int
         Address of the first page.
-    words
+    words : int
         Address of the words of `BlockGenerations`.
-    epoch_word
+    epoch_word : int
         Address of the epoch.
-    connection
-        What the transport needs besides.
+    connection : bytes
+        Connection data of the transport.
+
+    Raises
+    ------
+    TransferError
+        A field has a wrong type or is out of range.
     """
 
     name: str
@@ -144,18 +153,18 @@ class PeerDescription:
 
 
 class ReadResult(NamedTuple):
-    """How a read has ended. Each of its blocks is in one of the two lists, in the order of the ticket.
+    """Result of a read. Each destination block is in `loaded` or in `failed`, in the order of the ticket.
 
     Attributes
     ----------
-    read
+    read : int
         The number that `Transfer.read` returned.
-    loaded
-        Blocks whose pages are those of the ticket.
-    failed
-        Blocks that must be computed: free them and take others.
-    error
-        One sentence on why, "" when none failed.
+    loaded : list of int
+        Blocks with pages that match the ticket.
+    failed : list of int
+        Blocks without valid pages. Free them, and compute their tokens in newly allocated blocks.
+    error : str
+        Reason for the failure in one sentence, or "" if no block failed.
     """
 
     read: int
@@ -165,14 +174,19 @@ class ReadResult(NamedTuple):
 
 
 def fingerprint(pool: KvCachePool, model: str = "") -> str:
-    """Returns a line that two pools share if and only if a page of one can be used as a page of the other.
+    """Return a line that is equal for two pools if and only if their pages are interchangeable.
 
     Parameters
     ----------
-    pool
-        Its layout and the channel scales of quantised keys count, not its size.
-    model
-        A name of the model and its weights, which pages do not show.
+    pool : KvCachePool
+        The pool. Its layout and the channel scales of quantised keys are included, its size is not.
+    model : str
+        Name of the model and its weights. It cannot be derived from the pages.
+
+    Returns
+    -------
+    str
+        Layout, channel scales, model and version of pagepool.
 
     Examples
     --------
