@@ -1,1 +1,1 @@
-"""Several engines behind one front end: the router, the front end, the workers. See docs/guide/cluster.md."""
+"""A cluster of engines: the front end, the router and the workers. See docs/guide/cluster.md."""

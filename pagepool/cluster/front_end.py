@@ -1,6 +1,6 @@
-"""FrontEnd: several workers behind one front end, with the interface of an engine.
+"""FrontEnd: accepts requests with the interface of an engine, and distributes them over several workers.
 
-Each request is one run, which several workers may compute and several callers may wait for:
+Each request is one run. Several workers may compute parts of it, and several callers may wait for it:
 
     front_end                     prefill worker            decode worker
     choose ── tokens ──────▶ first token
@@ -8,10 +8,10 @@ Each request is one run, which several workers may compute and several callers m
     choose ── tokens, offer ────────────────────────▶ reads pages, goes on
              tokens ◀────────────────────────────────
                                                        dies
-    choose ── tokens and those that came ───────────▶ another one goes on
+    choose ── prompt and received tokens ───────────▶ another worker continues
 
-The front end counts tokens, ends requests and turns tokens into text. So another worker can take over from a lost one,
-and no token is handed out twice.
+The front end counts tokens, ends requests and detokenizes. So another worker can take over from a lost worker, and no
+token is delivered twice.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from pagepool.errors import EngineClosed, PoolError, RequestRejected
 
 __all__ = ["FrontEnd"]
 
-MAX_WORKERS = 256  # that a router knows on one side; lost ones stay for SILENCE
-MAX_RECORD_BYTES = 256 << 20  # of prompts and answers in the records
-PROMPT_TOKEN_BYTES = 40  # of a token in a prompt: a Python integer and a place in a list
-LOGPROB_BYTES = 100  # of a likely token: two numbers and an entry of a dict
-RECORD_TOKEN_BYTES = 200  # of a token in an answer, without its text and its logprobs
-NO_WORKER_PAUSE = 0.05  # seconds until the next look for a worker
-PREFILL_SILENCE = 3.0  # seconds without news of any prefill worker until prompts no longer wait for one
+MAX_WORKERS = 256  # workers per side in the router, including lost workers until SILENCE has passed
+MAX_RECORD_BYTES = 256 << 20  # total size of prompts and answers in the records
+PROMPT_TOKEN_BYTES = 40  # per prompt token: a Python integer and a list entry
+LOGPROB_BYTES = 100  # per entry of `top_logprobs`: two numbers and a dict entry
+RECORD_TOKEN_BYTES = 200  # per output token, without its text and its logprobs
+NO_WORKER_PAUSE = 0.05  # seconds between attempts to find a worker
+PREFILL_SILENCE = 3.0  # seconds without news from prefill workers until decode workers compute the prompts
 AVOIDED = 30.0  # seconds for which a worker without progress gets no new requests
 SILENCE = 30.0  # seconds without news until a worker is forgotten
 COUNTS = ("moved_tokens", "lost_workers", "repeated_requests")
@@ -55,14 +55,14 @@ class _Side:
 
     workers: Workers
     router: Router
-    heard: dict[str, float] = field(default_factory=dict)  # time of the last news of each
-    stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # the counters in these news
-    avoided: dict[str, float] = field(default_factory=dict)  # workers without progress: until when they are avoided
+    heard: dict[str, float] = field(default_factory=dict)  # by worker: time of its last news
+    stats: dict[str, dict[str, Any]] = field(default_factory=dict)  # by worker: counters in its last news
+    avoided: dict[str, float] = field(default_factory=dict)  # by worker without progress: end of its avoidance
 
 
 @dataclass(eq=False)
 class _Run:
-    """One request. Each caller that asked for it holds one of `generations`, which gets all tokens."""
+    """One request. Each caller that waits for it holds one entry of `generations`, which receives all tokens."""
 
     request_id: int | str | None
     request: Request
@@ -70,44 +70,44 @@ class _Run:
     tokens: list[Token] = field(default_factory=list)
     generations: list[weakref.ref[Generation]] = field(default_factory=list)
     num_cached: int = 0
-    offer: Offer | None = None  # pages that no worker has read yet
+    offer: Offer | None = None  # offered pages, until a worker has read them
     reason: str | None = None
     error: BaseException | None = None
     task: Any = None  # the concurrent future of `_follow`
 
     @property
     def num_bytes(self) -> int:
-        """About the bytes that a record of the request takes."""
+        """Approximate size of the record of this request in bytes."""
         tokens = sum(getsizeof(token.text) + LOGPROB_BYTES * len(token.top_logprobs) for token in self.tokens)
         return PROMPT_TOKEN_BYTES * len(self.request.prompt) + RECORD_TOKEN_BYTES * len(self.tokens) + tokens
 
     @property
     def max_new_tokens(self) -> int:
-        """The most tokens of the answer."""
+        """Maximum number of output tokens."""
         return int(self.request.params.max_new_tokens or 0)
 
     @property
     def key(self) -> Any:
-        """What it is known by: tenants cannot see the ids of others. None without a `request_id`."""
+        """Key (tenant, request_id), so ids of different tenants never collide. None without a `request_id`."""
         return None if self.request_id is None else (self.options["tenant"], self.request_id)
 
     @property
     def asks_for(self) -> Any:
-        """What two requests with one id must have in common."""
+        """The values that must be equal in two requests with the same id."""
         return self.request.prompt, self.request.params, self.options
 
 
 class WorkerFailed(Exception):
-    """The request cannot be served by this worker, and no other one could."""
+    """The request has failed in a way that would be the same on any other worker."""
 
 
 class FrontEnd(Intake):
-    """Takes requests like an `Engine`, and calls workers to run them. Each worker is an `Engine`.
+    """Accepts requests like an `Engine`, and calls workers to run them. Each worker is an `Engine`.
 
-    When a worker is lost, another one continues the request after the last token that was handed out. It computes the
-    prompt and these tokens again, except for the part that its prefix cache has. A request with a `request_id` is
-    computed once while it runs and while its record is kept, however often it is submitted. `epoch` tells this front
-    end from the previous one. `news` feeds the routers. The other names are described at `Engine`.
+    When a worker is lost, another worker continues the request after the last delivered token. It recomputes the prompt
+    and the delivered tokens, except for the part in its prefix cache. A request with a `request_id` is computed once
+    while it runs and while its record is kept, however often it is submitted. `epoch` distinguishes this front end from
+    its predecessor. `news` updates the routers. The other names are described in `Engine`.
 
     Parameters
     ----------
@@ -116,20 +116,20 @@ class FrontEnd(Intake):
     tokenizer : object or None
         A tokenizer of transformers. None: prompts are token ids, and generations have no text.
     workers : Workers
-        Reaches the workers that decode.
+        Connection to the decode workers.
     prefill : Workers or None
-        Reaches the workers that compute prompts for them. None: each worker computes its own prompts.
+        Connection to the prefill workers. None: each decode worker computes its own prompts.
     loop : asyncio.AbstractEventLoop
-        The running event loop, on which requests are followed.
+        The running event loop. Requests are processed on it.
     max_attempts : int
         Number of workers that a request may lose before it fails.
     max_records : int
-        Number of finished requests whose answer is repeated for the same `request_id`.
+        Number of finished requests to keep. Their answers are repeated for the same `request_id`.
     max_silence : float
-        Seconds without any message of a worker until another one continues its request. A worker that is alive says
-        so each second.
+        Seconds without any message from a worker until another worker continues its request. A live worker sends a
+        message each second.
     max_wait : float
-        Seconds without any worker until a request fails with `EngineClosed`, as status 503.
+        Seconds without any worker until a request fails with `EngineClosed`, which is HTTP status 503.
 
     Examples
     --------
@@ -180,19 +180,19 @@ class FrontEnd(Intake):
         if prefill is not None:
             self._sides["prefill"] = _Side(prefill, Router(limits.block_size, MAX_WORKERS))
         self._loop = loop
-        self._lock = Lock()  # guards what follows
+        self._lock = Lock()  # guards the fields below
         self._active: set[_Run] = set()
         self._running: dict[Any, _Run] = {}  # by their `key`
         self._records: OrderedDict[Any, _Run] = OrderedDict()  # finished requests, by their `key`
         self._record_bytes = 0  # sum of their num_bytes
         self._background: set[Any] = set()
 
-    # As an engine.
+    # The interface of an engine.
 
     def _submit(self, request: Request, **options: Any) -> Generation:
-        """Queue a request that was read, or join it to the one that had its `request_id` before.
+        """Queue a parsed request, or join the earlier request with the same `request_id`.
 
-        Raises `RequestRejected` if that was another request, and for one that asks for `prompt_logprobs`.
+        Raises `RequestRejected` if the earlier request differs, or if the request asks for `prompt_logprobs`.
         """
         if request.params.prompt_logprobs is not None:  # another worker may compute the prompt, or have computed it
             raise RequestRejected("log probabilities of prompts are not supported by a cluster")
@@ -234,24 +234,24 @@ class FrontEnd(Intake):
         return {**counts, "workers": workers, "routers": routers}
 
     def observed(self) -> dict[str, Any]:
-        """What `PagepoolCollector` shows of the front end, as its arguments."""
+        """Return the objects to monitor, as keyword arguments of `PagepoolCollector`."""
         return {"routers": {kind: side.router for kind, side in self._sides.items()}}
 
     def close(self) -> None:
-        """Take no more requests and end all with the reason "abort"."""
+        """Accept no more requests, and end all running requests with the reason "abort"."""
         with self._lock:
             self.is_accepting = False
             running = [*self._active]
         for run in running:
             run.task.cancel()
 
-    # For the workers.
+    # The interface for workers.
 
     def news(self, news: News) -> bool:
-        """Take the news of a worker. Return whether it must send a snapshot next.
+        """Process the news of a worker. Return whether the worker must send a snapshot next.
 
-        A worker that is new to this front end gets no requests before it has sent one. Until then it may still change
-        its cache for the previous front end.
+        A worker that is new to this front end gets no requests before it has sent a snapshot. Until then, requests of
+        the previous front end may still change its cache.
         """
         kind = "prefill" if news.is_prefill else "decode"
         side = self._sides[kind]
@@ -290,7 +290,7 @@ class FrontEnd(Intake):
             self._end(run, reason, error)
 
     async def _generate(self, run: _Run) -> str:
-        """Have a request done by one worker after another; returns its finish_reason."""
+        """Run a request on one worker after another until it ends. Returns its finish_reason."""
         lost, failed = 0, set[str]()
         while True:
             is_prefill = not run.tokens and self._can_prefill(run)
@@ -318,7 +318,7 @@ class FrontEnd(Intake):
             run.offer = ended.offer
 
     async def _run_on(self, side: _Side, choice: Choice, call: Call, run: _Run) -> Ended:
-        """One worker's part. Raises `WorkerFailed`, and anything else when the worker is lost."""
+        """Run a call on one worker. Raises `WorkerFailed` if the request failed, any other exception if it was lost."""
         async with aclosing(side.workers.generate(choice.worker, call)) as messages:
             while True:
                 message = await asyncio.wait_for(anext(messages, None), self.max_silence)
@@ -332,7 +332,7 @@ class FrontEnd(Intake):
                 elif isinstance(message, Token):
                     try:
                         self._deliver(run, message)
-                    except Exception as error:  # of the tokenizer: no other worker would do better
+                    except Exception as error:  # from the tokenizer, so it fails on any worker
                         raise WorkerFailed(f"token {message.token_id} cannot be handed out: {error}") from error
                     if run.reason is not None:
                         return Ended(run.reason)
@@ -347,7 +347,7 @@ class FrontEnd(Intake):
     def _begin(self, side: _Side, choice: Choice, call: Call, begun: Begun, run: _Run) -> None:
         if begun.worker == choice.worker:
             side.router.report(choice, begun.found_tokens)
-        else:  # the transport did not find it
+        else:  # the transport did not find the chosen worker
             self._forget(side, choice.worker)
         if not run.tokens:
             run.num_cached = begun.found_tokens
@@ -356,17 +356,17 @@ class FrontEnd(Intake):
         with self._lock:
             self._counts["moved_tokens"] += begun.moved_tokens
         if call.offer is not None:
-            run.offer = None  # its lease ends: the next worker computes the tokens that it has not cached
+            run.offer = None  # its lease ends: the next worker computes tokens missing in its cache
             releasing = self._loop.create_task(self._release(call.offer))
             self._background.add(releasing)
             releasing.add_done_callback(self._background.discard)
 
     async def _release(self, offer: Offer) -> None:
-        with suppress(Exception):  # the worker is gone, or the offer expires
+        with suppress(Exception):  # a lost worker holds no pages; otherwise the offer expires
             await self._sides["prefill"].workers.release(offer.worker, offer.number)
 
     def _failed(self, side: _Side, worker: str, error: BaseException) -> None:
-        """Note that a call has failed. A worker that is gone is forgotten, one without progress avoided for a time."""
+        """Record a failed call. Forget a worker that has exited, or avoid a worker without progress for AVOIDED s."""
         if isinstance(error, WorkerLost):
             self._forget(side, worker)
             with self._lock:
@@ -377,9 +377,9 @@ class FrontEnd(Intake):
     async def _choose(
         self, side: _Side, tokens: list[int], cache_salt: Any, movable_tokens: int, failed: set[str]
     ) -> Choice:
-        """The worker for a prompt; waits until there is one. Raises `EngineClosed` after `max_wait`.
+        """Choose the worker for a prompt, and wait until one is known. Raises `EngineClosed` after `max_wait`.
 
-        failed  workers that have failed this request: others come before them
+        `failed` names the workers that have failed this request. They are chosen only if no other worker is known.
         """
         end = monotonic() + self.max_wait
         row = np.array(tokens, np.int32)
@@ -397,7 +397,7 @@ class FrontEnd(Intake):
                 await asyncio.sleep(NO_WORKER_PAUSE)
 
     def _move_cost(self, side: _Side) -> float:
-        """Time to move a token's pages to a worker, divided by the time to compute a token: measured by the workers."""
+        """Return the time to move one token's KV divided by the time to compute one token, as measured by workers."""
         with self._lock:
             stats = [*side.stats.values()]
         moved = sum(one.get("moved_tokens", 0) for one in stats)
@@ -405,11 +405,11 @@ class FrontEnd(Intake):
         computed += sum(one.get("generated_tokens", 0) for one in stats)
         seconds = sum(one.get("step_seconds", 0.0) for one in stats)
         if not moved or not computed or not seconds:
-            return 0.0  # nothing is known: assume that moving costs little
+            return 0.0  # without measurements, assume that moving costs nothing
         return float(sum(one.get("move_seconds", 0.0) for one in stats) / moved / (seconds / computed))
 
     def _can_prefill(self, run: _Run) -> bool:
-        """Whether a prefill worker was heard of just now, and the prompt has a full block to move."""
+        """Return whether a prefill worker has sent news recently and the prompt has a full block to move."""
         side = self._sides.get("prefill")
         if side is None or len(run.request.prompt) <= self.limits.block_size:
             return False
@@ -421,11 +421,11 @@ class FrontEnd(Intake):
             side.heard.pop(worker, None)
             side.stats.pop(worker, None)
             side.avoided.pop(worker, None)
-        with suppress(KeyError):  # it is not known, or forgotten by another request
+        with suppress(KeyError):  # unknown, or already removed by another request
             side.router.remove_worker(worker)
 
     def _deliver(self, run: _Run, token: Token) -> None:
-        """Hand a token out to all generations of the request. Set the reason if it is the last one."""
+        """Deliver a token to all generations of the request. Set the finish reason if it is the last token."""
         reason = None
         if token.token_id in run.request.params.stop_token_ids:
             reason = "stop"
@@ -456,7 +456,7 @@ class FrontEnd(Intake):
             run.generations.clear()
 
     def _forget_id(self, run: _Run) -> Any:
-        """Let no more callers join a request. Return its key, or None if it has none or another request has it now."""
+        """Stop callers from joining a request. Return its key, or None without a key or if another request uses it."""
         if run.key is None or self._running.get(run.key) is not run:
             return None
         del self._running[run.key]
@@ -465,9 +465,9 @@ class FrontEnd(Intake):
     # Callers that wait for a request.
 
     def _join(self, run: _Run) -> Generation:
-        """Return a generation for one more caller. It gets all tokens of the request, past and future."""
+        """Return a generation for one more caller. It receives all tokens of the request, past and future."""
         generation = Generation(run.request.prompt, lambda: self._call_soon(self._leave, run, reference))
-        # A finalizer may call it, in the middle of whatever a thread does: it takes no lock.
+        # A finalizer can run this callback at any point of any thread, so the callback must not take a lock.
         reference = weakref.ref(generation, lambda reference: self._call_soon(self._leave, run, reference))
         for token in run.tokens:
             generation._put(token, run.num_cached)
@@ -478,7 +478,7 @@ class FrontEnd(Intake):
         return generation
 
     def _leave(self, run: _Run, reference: weakref.ref[Generation]) -> None:
-        """A caller has cancelled. The request ends when no caller is left."""
+        """Remove a caller that has cancelled. Cancel the request if no caller is left."""
         with self._lock:
             if reference not in run.generations:
                 return
@@ -487,7 +487,7 @@ class FrontEnd(Intake):
             if generation is not None:
                 generation._end("abort")
             if not run.generations:
-                self._forget_id(run)  # a new caller must not join a request that ends
+                self._forget_id(run)  # a new caller must not join a cancelled request
                 run.task.cancel()
 
     def _call_soon(self, function: Any, *arguments: Any) -> None:

@@ -14,27 +14,27 @@ __all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Waiting", "Work
 
 
 class WorkerLost(Exception):
-    """The process of a worker is gone. A transport raises it, see `Workers`."""
+    """The process of a worker has exited. Transports raise this exception, see `Workers`."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a worker, which are the same for all workers of a cluster.
+    """Limits of a worker. They are equal for all workers of a cluster.
 
     Attributes
     ----------
-    max_model_len
-        Tokens of prompt and output, or None.
-    pool_tokens
-        Tokens that its pool has room for, or None for a model without pages.
-    vocab_size
-        How many tokens the model knows.
-    block_size
+    max_model_len : int or None
+        Largest number of tokens of prompt and output together, or None if unlimited.
+    pool_tokens : int or None
+        Capacity of the pool in tokens, or None for a model without pages.
+    vocab_size : int
+        Size of the vocabulary.
+    block_size : int
         Tokens per block.
-    stop_token_ids
-        The tokens that end every text of the model.
-    sampling_defaults
-        The model's own defaults of fields of `SamplingParams`.
+    stop_token_ids : frozenset of int
+        The tokens that end every output of the model.
+    sampling_defaults : dict
+        The model's defaults for fields of `SamplingParams`.
     """
 
     max_model_len: int | None
@@ -47,14 +47,18 @@ class Limits:
 
 @dataclass(frozen=True)
 class Offer:
-    """Pages of a prompt that a worker holds for another one.
+    """Pages of a prompt that one worker holds for another worker.
 
     Attributes
     ----------
-    number
-        Of the lease, for `Worker.release`.
-    worker
-        Name of the worker that holds them.
+    ticket : Ticket
+        The blocks, for `Transfer.read`.
+    peer : PeerDescription
+        The transfer that holds the blocks, for `Transfer.meet`.
+    number : int
+        Number of the lease, for `Worker.release`.
+    worker : str
+        Name of the worker that holds the pages.
     """
 
     ticket: Ticket
@@ -65,24 +69,24 @@ class Offer:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a worker: generate the tokens that follow these.
+    """A call of a worker: generate the tokens that follow `tokens`.
 
     Attributes
     ----------
-    tokens
-        The prompt, and behind it what earlier runs of the request have generated.
-    num_generated
-        How many of the tokens that are.
-    params
-        How this worker goes on; strings that end the text are left to the front end.
-    options
+    tokens : list of int
+        The prompt, followed by the tokens that earlier workers have generated for this request.
+    num_generated : int
+        Number of generated tokens at the end of `tokens`.
+    params : SamplingParams
+        Sampling parameters of this call. It has no stop strings: the front end checks them.
+    options : dict
         `priority`, `tenant` and `cache_salt` of `Engine.submit`.
-    offer
-        Pages that may be read instead of computed, or None.
-    wants_offer
-        Whether the worker is to offer the pages of the prompt when it has ended.
-    front_end
-        The epoch of the front end that asks.
+    offer : Offer or None
+        Pages that the worker can read instead of computing them.
+    wants_offer : bool
+        Whether the worker offers the pages of the prompt at the end of the call.
+    front_end : int
+        Epoch of the calling front end.
     """
 
     tokens: list[int]
@@ -96,23 +100,23 @@ class Call:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Comes first, and every second in which nothing else does: the process of the worker is alive."""
+    """The first message, and one in each second without another message. Shows that the worker's process is alive."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """Comes before the first token.
+    """The message before the first token.
 
     Attributes
     ----------
-    worker
+    worker : str
         Name of the worker that runs the request.
-    found_tokens
-        Tokens found in its prefix cache.
-    moved_tokens
-        Tokens whose pages were read from another worker.
-    error
-        Why pages of the offer could not be read, or "".
+    found_tokens : int
+        Number of tokens found in its prefix cache.
+    moved_tokens : int
+        Number of tokens with pages that were read from another worker.
+    error : str
+        Reason why offered pages could not be read, or "".
     """
 
     worker: str
@@ -123,7 +127,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Ended:
-    """Comes last: a `finish_reason`, one sentence about an error, and the offer that was asked for."""
+    """The last message: the `finish_reason`, an error in one sentence or "", and the offer if `wants_offer` was set."""
 
     reason: str
     error: str = ""
@@ -132,16 +136,16 @@ class Ended:
 
 @dataclass(frozen=True)
 class News:
-    """State of a worker, sent several times a second. `Router.update` explains the first fields.
+    """State of a worker, sent several times per second. `Router.update` explains the fields that are not listed here.
 
     Attributes
     ----------
-    is_prefill
-        On which side it works.
-    snapshot
-        Instead of events, when the front end has asked for it.
-    stats
-        Of its engine.
+    is_prefill : bool
+        Whether it is a prefill worker. If false, it is a decode worker.
+    snapshot : NameSnapshot or PrefixSnapshot or None
+        The whole prefix cache, if the front end has requested it. `events` is empty then.
+    stats : dict
+        Counters of the worker and its engine.
     """
 
     worker: str
@@ -155,13 +159,14 @@ class News:
 
 
 class Workers(Protocol):
-    """How the front end reaches the workers of one side."""
+    """Interface through which the front end calls the prefill workers or the decode workers."""
 
     def generate(self, worker: str, call: Call) -> AsyncGenerator[Any, None]:
         """Yield the messages of `Worker.generate`: a `Begun`, tokens and an `Ended`, with a `Waiting` between them.
 
-        Raises `WorkerLost` when the process of the worker is gone. Any other exception: only this call has failed.
+        Raises `WorkerLost` if the process of the worker has exited. Any other exception means that only this call has
+        failed.
         """
 
     async def release(self, worker: str, number: int) -> None:
-        """Calls `Worker.release`."""
+        """Call `Worker.release`."""

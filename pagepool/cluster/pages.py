@@ -1,4 +1,4 @@
-"""The pages of prompts between the prefix caches of two workers: offered by one, read and cached by the other."""
+"""PageMover: copies pages of prompts from the prefix cache of one worker to the prefix cache of another worker."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from pagepool.transfer import Lease, ReadResult, Ticket, Transfer
 
 __all__ = ["Fetched", "PageMover"]
 
-PAUSE = 1e-4  # seconds: the peer's thread needs a core, too
+PAUSE = 1e-4  # seconds between polls, because the peer's thread also needs a core
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What `PageMover.fetch` has done.
+    """Result of `PageMover.fetch`.
 
     Attributes
     ----------
-    found_tokens
-        That the prefix cache had before.
-    moved_tokens
-        That it has now beside them.
-    error
-        Why it has not all that was offered, or "".
+    found_tokens : int
+        Number of tokens that were in the prefix cache before.
+    moved_tokens : int
+        Number of tokens that were read from the other worker and cached.
+    error : str
+        Reason why offered pages are missing, or "".
     """
 
     found_tokens: int
@@ -42,22 +42,22 @@ class Fetched:
 
 
 class PageMover:
-    """Offers the cached pages of prompts to other workers, and reads theirs into the prefix cache of this one.
+    """Offers cached pages of prompts to other workers, and reads offered pages into this worker's prefix cache.
 
-    Any number of threads may call it, beside the engine that uses pool and cache.
+    Thread-safe, also while an engine uses the pool and the cache.
 
     Parameters
     ----------
-    transfer
-        A `Transfer` without a pool, which this object closes.
-    pool
-        The pages.
-    cache
-        The `PrefixCache` over the pool's allocator.
-    model
-        A name of the model and its weights: others are refused.
-    seconds
-        After which an offer that nobody has read ends.
+    transfer : Transfer
+        A `Transfer` without a registered pool. This object closes it.
+    pool : KvCachePool
+        The pool of the pages.
+    cache : PrefixCache
+        A cache over the pool's allocator.
+    model : str
+        Name of the model and its weights. Peers with a different name are refused.
+    seconds : float
+        Seconds until an offer expires.
 
     Examples
     --------
@@ -82,25 +82,30 @@ class PageMover:
     ) -> None:
         transfer.register(pool, model)
         self._transfer, self._allocator, self._cache, self._seconds = transfer, pool.allocator, cache, seconds
-        self._lock = Lock()  # a transfer is for one thread at a time
-        self._changed = Condition()  # guards the beginnings of prompts that are being read
+        self._lock = Lock()  # a transfer is not thread-safe
+        self._changed = Condition()  # guards `_fetching` and `_lost`
         self._fetching: set[Any] = set()
-        self._lost: dict[str, int] = {}  # by worker: how often a read found that it does not answer
+        self._lost: dict[str, int] = {}  # by worker: number of reads that it did not answer
         self._leases: dict[int, Lease] = {}
         self._last_lease = 0
         self._results: dict[int, ReadResult] = {}
 
     def offer(self, worker: str, tokens: Sequence[int], cache_salt: Any = None) -> Offer | None:
-        """Holds the cached pages of a prompt for another worker; None when there are none.
+        """Hold the cached pages of a prompt for another worker, until `release` or until the offer expires.
 
         Parameters
         ----------
-        worker
-            The name of this one.
-        tokens
-            Of the prompt.
+        worker : str
+            Name of this worker.
+        tokens : sequence of int
+            The prompt.
         cache_salt
             As in `PrefixCache.match_prefix`.
+
+        Returns
+        -------
+        Offer or None
+            None if no page of the prompt is cached.
         """
         refs = BlockRefs(self._allocator)
         try:
@@ -117,23 +122,37 @@ class PageMover:
             refs.give_back()
 
     def release(self, number: int) -> None:
-        """Ends an offer. Does nothing for one that has ended."""
+        """End an offer. Does nothing if it has ended."""
         with self._lock:
             lease = self._leases.pop(number, None)
             if lease is not None:
                 self._transfer.withdraw(lease)
 
     def release_all(self) -> None:
-        """Ends all offers."""
+        """End all offers."""
         for number in [*self._leases]:
             self.release(number)
 
     def fetch(self, offer: Offer, tokens: Sequence[int], cache_salt: Any = None) -> Fetched:
-        """Reads the offered pages that the prefix cache lacks and caches them; waits for it.
+        """Read the offered pages that are missing in the prefix cache, and cache them. Blocks until this is done.
 
-        Prompts that begin alike are read one after another: each finds what the one before it has moved.
-        What cannot be read is left out: the engine computes it. Nothing is raised for a peer that is gone, pages that
-        were taken anew or a pool without room; `error` says so.
+        Prompts with the same first block are read one after another, so each finds the pages that were moved before it.
+        Pages that cannot be read are skipped, and the engine computes them. A lost peer, reallocated blocks and a full
+        pool do not raise: `error` in the result reports them.
+
+        Parameters
+        ----------
+        offer : Offer
+            An offer of another worker.
+        tokens : sequence of int
+            The prompt.
+        cache_salt
+            As in `PrefixCache.match_prefix`.
+
+        Returns
+        -------
+        Fetched
+            Number of tokens found and moved, and the error.
         """
         size = self._cache.block_size
         count = min(len(offer.ticket.blocks), (len(tokens) - 1) // size)
@@ -142,7 +161,7 @@ class PageMover:
         with self._changed:
             lost = self._lost.get(offer.worker, 0)
             self._changed.wait_for(lambda: beginning not in self._fetching)
-            if self._lost.get(offer.worker, 0) != lost:  # it did not answer the read that this one has waited for
+            if self._lost.get(offer.worker, 0) != lost:  # no answer to the read that this one waited for
                 found = min(self._cache.cached_tokens(row, cache_salt=cache_salt), len(row))
                 return Fetched(found, 0, f"worker {offer.worker!r} did not answer another read")
             self._fetching.add(beginning)
@@ -154,18 +173,18 @@ class PageMover:
                 self._changed.notify_all()
 
     def poll(self) -> None:
-        """Ends offers that have expired, and reads that came late."""
+        """End expired offers, and collect the results of reads."""
         with self._lock:
             self._poll()
 
     def close(self) -> None:
-        """Ends all offers and connections."""
+        """End all offers and connections."""
         with self._lock:
             self._leases.clear()
             self._transfer.close()
 
     def _fetch(self, offer: Offer, row: list[int], count: int, cache_salt: Any) -> Fetched:
-        """`row` has the tokens of the first `count` blocks of the offer."""
+        """Read and cache the first `count` blocks of the offer. `row` holds their tokens."""
         size = self._cache.block_size
         matched, taken = BlockRefs(self._allocator), BlockRefs(self._allocator)
         try:
@@ -177,7 +196,7 @@ class PageMover:
             self._check_names(offer.ticket, row, count, cache_salt)
             wanted = Ticket(offer.ticket.peer, offer.ticket.epoch, offer.ticket.blocks[len(held) : count])
             result = self._read(offer, wanted, blocks)
-            # A page is of use if those before it are there.
+            # A page can be cached only if all pages before it were loaded.
             bad = set(result.failed)
             good = next((place for place, block in enumerate(blocks) if block in bad), len(blocks))
             if good:
@@ -191,7 +210,7 @@ class PageMover:
             matched.give_back()
 
     def _names(self, tokens: Sequence[int], count: int, cache_salt: Any) -> list[bytes]:
-        """The names of the first `count` blocks of a prompt: they follow from its salt and its tokens."""
+        """Return the names of the first `count` blocks of a prompt, computed from its salt and its tokens."""
         size = self._cache.block_size
         return prefix_names(tokens[: count * size], size, root_name(root_key(cache_salt, ())))
 
@@ -204,7 +223,7 @@ class PageMover:
             raise TransferError(f"the ticket is of another prompt: block {first} of {count} has another name")
 
     def _take(self, refs: BlockRefs, count: int) -> list[int]:
-        """So many blocks, evicted from the cache if need be. Raises `PoolExhausted`."""
+        """Allocate `count` blocks, after evicting cached blocks if needed. Raises `PoolExhausted`."""
         try:
             blocks = refs.allocate_n(count)
         except PoolExhausted:
@@ -216,7 +235,7 @@ class PageMover:
         with self._lock:
             try:
                 peer = self._transfer.meet(offer.peer)
-            except ValueError:  # it was met before it started again
+            except ValueError:  # the peer has restarted since it was met
                 self._forget(offer.peer.name)
                 peer = self._transfer.meet(offer.peer)
             number = self._transfer.read(ticket, blocks)
@@ -227,7 +246,7 @@ class PageMover:
                 if result is not None and self._transfer.is_lost(peer):
                     with self._changed:
                         self._lost[offer.worker] = self._lost.get(offer.worker, 0) + 1
-                    self._forget(peer)  # it may be gone for good; a worker that offers again is met again
+                    self._forget(peer)  # it may have exited; a later offer meets it again
             if result is not None:
                 return result
             sleep(PAUSE)
@@ -235,7 +254,7 @@ class PageMover:
     def _forget(self, peer: str) -> None:
         try:
             self._transfer.forget(peer)
-        except ValueError:  # another read has found it so, too
+        except ValueError:  # another read has forgotten it already
             return
 
     def _poll(self) -> None:

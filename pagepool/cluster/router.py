@@ -1,4 +1,4 @@
-"""Router: sends each prompt to the worker where it costs least, by the events of all workers' prefix caches."""
+"""Router: sends each prompt to the worker with the lowest cost. It follows the prefix caches of all workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RULES = ("cost", "prefix")
 # A computed token delays this request, and later ones while the worker is busy. In a model of the queues, eight workers
 # computed 3.3 % more tokens of mooncake_synthetic than with the rule "prefix" at weight 1, and 1.2 % more at weight 2.
 COMPUTE_WEIGHT = 2.0
-AVERAGED = 256  # choices over which the router averages what prompts cost
+AVERAGED = 256  # number of choices in the router's averages of prompt tokens and cached tokens
 
 MAX_WORKERS = 65_536
 MAX_NUMBER = 2**53
@@ -38,12 +38,16 @@ NEVER = float("-inf")
 
 @dataclass(eq=False)
 class Choice:
-    """Where a prompt goes, and how many of its tokens are expected to be cached there.
+    """The chosen worker for a prompt, and the number of tokens expected in its cache.
 
     Attributes
     ----------
-    found_tokens
-        What `Router.report` was told; None before.
+    worker
+        Name of the worker.
+    forecast_tokens : int
+        Number of prompt tokens that the worker is expected to have cached.
+    found_tokens : int or None
+        Number that was passed to `Router.report`, or None before that.
     """
 
     worker: Any
@@ -53,57 +57,63 @@ class Choice:
 
 @dataclass
 class _Worker:
-    """What the router knows of a worker beside its blocks. `number` is its place in the arrays of the router."""
+    """The router's record of a worker, without its blocks. `number` is the worker's index in the router's arrays."""
 
     name: Hashable
     number: int
     epoch: int
     next_sequence: int = 1
-    received: int = 0  # choices that its load includes
-    on_way: deque[int] = field(default_factory=deque)  # tokens of each later choice
+    received: int = 0  # number of choices that its reported load includes
+    on_way: deque[int] = field(default_factory=deque)  # tokens to compute of each later choice
 
 
 class Router:
     """Follows the prefix caches of many workers, and chooses a worker for each prompt.
 
-    A worker sends what `PrefixCache.drain_events` gives it to `update`, some times in a second, and with it its load
-    and its room. When events were lost, `update` raises `PoolError`, and the worker sends a snapshot to `restore`. The
-    epoch tells a worker's runs apart: an integer that is higher after each restart, such as `time.time_ns()` at its
-    start. What comes from an earlier epoch is ignored, and so is what comes twice.
+    A worker sends the events of `PrefixCache.drain_events`, its load and its room to `update` several times per second.
+    If events were lost, `update` raises `PoolError`, and the worker sends a snapshot to `restore`. The epoch
+    distinguishes the runs of a worker. It is an integer that increases with each restart, such as `time.time_ns()` at
+    the start. Messages from an earlier epoch and repeated events are ignored.
 
-    With the rule "cost" `choose` takes the worker where the prompt costs least, in tokens to compute:
+    With the rule "cost", `choose` takes the worker with the lowest cost, in tokens to compute:
 
         cost = load + weight * computed + hit_rate * evicted
 
-    - load: tokens that the worker has to compute before.
-    - computed: tokens of the prompt that it has not cached. A token that can be moved here counts as `move_cost`.
-    - evicted: tokens that its cache must evict for the prompt: those that exceed its room less its load.
-    - hit_rate: share of the tokens of recent prompts that was cached. So likely is an evicted token needed again.
-    - weight: 2 + least load of all workers / computed tokens of a recent prompt. Computed tokens also delay the prompts
-      that come after, the more of them the longer all workers are busy.
+    - load: tokens that the worker has to compute before this prompt.
+    - computed: tokens of the prompt that the worker has not cached. A token that can be moved counts as `move_cost`.
+    - evicted: cached tokens that the worker must evict for the prompt. It is load + uncached tokens - room, limited to
+      the range from 0 to the uncached tokens.
+    - hit_rate: share of cached tokens in recent prompts. It estimates how likely an evicted token is needed again.
+    - weight: 2 + least load of all workers / computed tokens of a recent prompt. Computed tokens also delay later
+      prompts, and the delay affects more prompts while all workers are busy.
 
-    The last two are measured while the router runs. With the rule "prefix" it takes the worker with the longest cached
-    prefix. Among equals both take the one with least load, then with most room, then the one that was chosen least
-    recently. The router keeps the names of a prompt's blocks and nothing else of it. A name has 128 bits and may be
-    wrong: the worker compares tokens, and `report` says what it found.
+    `hit_rate` and `weight` are measured while the router runs. With the rule "prefix", `choose` takes the worker with
+    the longest cached prefix. Both rules break ties by the least load, then by the most room, then by the least recent
+    choice. The router stores only the names of a prompt's blocks. A name is a hash of 128 bits, so two blocks can share
+    a name. The worker compares the tokens themselves, and `report` records how many it found.
 
-    Any number of threads may call it. Raises `ValueError` and `TypeError` for arguments that cannot be.
+    Thread-safe.
 
     Parameters
     ----------
-    block_size
-        Tokens per block, from 1 to 1,024, as the caches have it.
-    max_workers
-        How many workers there may be at a time, up to 65,536; a block takes 32 to 64 bytes with up to 64.
-    rule
-        "cost" or "prefix": how `choose` compares workers.
-    max_imbalance
-        Tokens, for the rule "prefix": a worker is passed over if its load exceeds the least load of a worker by more
-        than this number and the tokens of the prompt that it has cached.
-    max_staleness
-        Seconds: the prefixes of a worker count for so long after its last `update` or `restore`.
-    clock
+    block_size : int
+        Tokens per block, from 1 to 1,024. Must be equal in all prefix caches.
+    max_workers : int
+        Largest number of known workers, at most 65,536. With at most 64 workers a block takes 32 to 64 bytes.
+    rule : {"cost", "prefix"}
+        How `choose` compares workers.
+    max_imbalance : int
+        For the rule "prefix", in tokens. A worker is skipped if its load minus the cached tokens of the prompt exceeds
+        the least load of all workers by more than this number.
+    max_staleness : float
+        Seconds after the last `update` or `restore` until the cached prefixes of a worker no longer count.
+    clock : callable
         Returns the time in seconds.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument has a wrong type or is out of range.
 
     Examples
     --------
@@ -138,17 +148,17 @@ class Router:
         self._clock = clock
         self._lock = Lock()
         self._workers: dict[Hashable, _Worker] = {}
-        self._places: list[Any] = [None] * self.max_workers  # their workers, by number
-        # What workers have said that they hold; and what they will soon hold of prompts that were sent to them, of late
-        # and of before: see _age.
+        self._places: list[Any] = [None] * self.max_workers  # the workers, by number
+        # The blocks that workers have reported, and two generations of blocks expected from prompts that were sent to
+        # them: the current one and the previous one, see _age.
         self._directories = [PrefixDirectory(self.max_workers) for _ in range(3)]
         self._aged = clock()
-        # By number of worker. A place without a worker was never heard of.
+        # Indexed by the number of the worker. An index without a worker has the time NEVER.
         self._heard = np.full(self.max_workers, NEVER)
-        self._load = np.zeros(self.max_workers, np.int64)  # as reported, and of choices on their way
+        self._load = np.zeros(self.max_workers, np.int64)  # reported load and choices that it does not include
         self._room = np.zeros(self.max_workers, np.int64)
         self._chosen = np.zeros(self.max_workers, np.int64)  # the number of the last choice
-        # Averages over the last AVERAGED choices: tokens of a prompt, and how many of them were cached.
+        # Averages over about the last AVERAGED choices: tokens per prompt, and cached tokens per prompt.
         self._prompt_tokens = self._cached_tokens = 0.0
         self._counts = dict.fromkeys(COUNTS, 0)
 
@@ -162,26 +172,29 @@ class Router:
         room: int,
         received: int | None = None,
     ) -> None:
-        """Takes in what a worker says of itself: changes of its cache, its load and its room.
-
-        Raises `PoolError` when an event was lost, and when there are `max_workers` other workers; nothing changes then,
-        but what was known of an earlier epoch is forgotten. After a lost event send a snapshot to `restore`.
+        """Record the cache events, the load and the room of a worker.
 
         Parameters
         ----------
-        worker
-            Its name, any that can be a key of a dict; a new one is added.
-        epoch
-            Higher after each restart.
-        events
-            In order, as drained; none is a sign of life.
-        load
-            Tokens that it has to compute: queued and running.
-        room
-            Blocks that are free; blocks that only the prefix cache holds are not.
-        received
-            How many choices of this router it has received in this epoch: later ones are added to its load. None:
-            all of them.
+        worker : hashable
+            Name of the worker. A new worker is added.
+        epoch : int
+            Epoch of the worker, which increases with each restart.
+        events : sequence of PrefixEvent
+            Events in order, as drained. May be empty, to report that the worker is alive.
+        load : int
+            Tokens that the worker has to compute, for queued and running requests.
+        room : int
+            Number of free blocks, without blocks that only the prefix cache holds.
+        received : int or None
+            Number of choices of this router that the worker has received in this epoch. Later choices are added to its
+            load. None: it has received all choices.
+
+        Raises
+        ------
+        PoolError
+            An event was lost, or `max_workers` other workers are known. Nothing has changed, except that an earlier
+            epoch of the worker is forgotten. After a lost event, send a snapshot to `restore`.
         """
         if not isinstance(events, Sequence) or not all(isinstance(event, PrefixEvent) for event in events):
             raise wrong("events", "a list of PrefixEvent", events)
@@ -224,9 +237,19 @@ class Router:
         room: int,
         received: int | None = None,
     ) -> None:
-        """Replaces what is known of a worker's cache by a snapshot of it. Other arguments and errors as in `update`.
+        """Replace the recorded cache contents of a worker by a snapshot. A snapshot older than the record is ignored.
 
-        A snapshot that is older than what is known changes nothing. Raises `PoolError` for one that was cut short.
+        Parameters
+        ----------
+        worker, epoch, load, room, received
+            As in `update`.
+        snapshot : NameSnapshot or PrefixSnapshot
+            The blocks in the worker's prefix cache.
+
+        Raises
+        ------
+        PoolError
+            The snapshot is incomplete, or `max_workers` other workers are known.
         """
         following, names = _names_of(snapshot)
         reported = _reported(load, room, received)
@@ -240,7 +263,7 @@ class Router:
             self._hear(known, *reported)
 
     def remove_worker(self, worker: Hashable) -> None:
-        """Forgets a worker. Raises `KeyError` for one that is not known."""
+        """Forget a worker. Raises `KeyError` if it is not known."""
         with self._lock:
             known = self._workers.pop(worker)
             self._clear(known.number)
@@ -257,22 +280,33 @@ class Router:
         move_cost: float = 1.0,
         avoid: Collection[Hashable] = (),
     ) -> Choice:
-        """Chooses the worker for a prompt, and counts the tokens that it has to compute as load of that worker.
+        """Choose the worker for a prompt, and add the tokens to compute to the worker's load.
 
-        Workers that were not heard of for `max_staleness` come last, as if their caches were empty. Raises `PoolError`
-        when there is no worker.
+        A worker without news for `max_staleness` is chosen only if no other worker is available. Its cache then counts
+        as empty.
 
         Parameters
         ----------
-        tokens : int (n,)
+        tokens : sequence of int or integer array (n,)
+            Token ids of the prompt.
         cache_salt, extra_keys
-            As in `PrefixCache.match_prefix`: prompts with others do not match.
-        movable_tokens
-            So many tokens at the beginning can be moved from another worker instead of computed.
-        move_cost
-            Time to move one of them, divided by the time to compute a token.
-        avoid
-            Names of workers that are chosen only if there is no other one.
+            As in `PrefixCache.match_prefix`. Only prompts with equal values share blocks.
+        movable_tokens : int
+            Number of tokens at the start of the prompt that can be moved from another worker instead of computed.
+        move_cost : float
+            Time to move one token divided by the time to compute one token.
+        avoid : collection of hashable
+            Names of workers that are chosen only if no other worker is available.
+
+        Returns
+        -------
+        Choice
+            The worker and the number of tokens that it is expected to have cached.
+
+        Raises
+        ------
+        PoolError
+            No worker is known.
         """
         row = token_row(tokens)
         movable = min(integer("movable_tokens", movable_tokens, 0), max(0, len(row) - 1))
@@ -285,7 +319,7 @@ class Router:
             best = self._best(lengths, len(row), movable, saved, avoid)
             forecast = int(lengths[best]) * self.block_size
             computed = len(row) - max(forecast, movable if saved else 0)
-            if 16 * held[best] < len(names):  # what it will soon hold: prompts that begin alike stay together meanwhile
+            if 16 * held[best] < len(names):  # expected blocks keep prompts with a common prefix on one worker
                 self._directories[1].add(best, names)
             self._counts["choices"] += 1
             share = 1 / min(self._counts["choices"], AVERAGED)
@@ -297,9 +331,19 @@ class Router:
             return Choice(self._places[best].name, forecast)
 
     def forecast(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> dict[Any, int]:
-        """Returns worker -> how many tokens of a prompt it has cached, workers without any left out. Changes nothing.
+        """Return the number of cached tokens of a prompt for each worker that has any. Changes nothing.
 
-        This is for whoever moves pages between workers. Arguments as in `choose`.
+        Use it to select the source of pages that are moved between workers.
+
+        Parameters
+        ----------
+        tokens, cache_salt, extra_keys
+            As in `choose`.
+
+        Returns
+        -------
+        dict
+            Name of the worker -> number of tokens, greater than 0.
         """
         with self._lock:
             names = self._block_names(token_row(tokens), cache_salt, extra_keys)
@@ -308,7 +352,7 @@ class Router:
             return {known.name: int(lengths[known.number]) * self.block_size for known in has}
 
     def report(self, choice: Choice, found_tokens: int) -> None:
-        """Says how many tokens of the prompt the worker found cached. Raises `ValueError` for a second report."""
+        """Record how many tokens of the prompt the worker found cached. Raises `ValueError` for a second report."""
         if not isinstance(choice, Choice):
             raise wrong("choice", "a Choice", choice)
         found = integer("found_tokens", found_tokens, 0)
@@ -323,13 +367,13 @@ class Router:
             counts["overestimated" if error > 0 else "underestimated"] += abs(error)
 
     def check(self) -> None:
-        """Audits the table of blocks. Raises `PoolError` when an equation does not hold. O(blocks)."""
+        """Check the table of blocks. Raises `PoolError` if an invariant does not hold. O(blocks)."""
         with self._lock:
             for directory in self._directories:
                 directory.check()
 
     def _known(self, worker: Hashable, epoch: int) -> _Worker | None:
-        """The record of a worker; None when the epoch is an earlier one. A new worker has no place until `_hear`."""
+        """Return the record of a worker, or None if `epoch` is outdated. A new worker is not stored until `_hear`."""
         known = self._workers.get(worker)
         if known is None:
             if len(self._workers) == self.max_workers:
@@ -344,11 +388,11 @@ class Router:
         return known if epoch == known.epoch else None
 
     def _block_names(self, row: NDArray[np.int32], cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
-        # A worker computes at least the last token, so that a block that ends with it does not count.
+        # A worker computes at least the last token, so a block that ends with this token does not count.
         return name_row(row[: max(0, len(row) - 1)], self.block_size, root_name(root_key(cache_salt, extra_keys)))
 
     def _with_expected(self, held: NDArray[np.int32], names: bytes) -> NDArray[np.int32]:
-        """The blocks of a prompt that each worker has or will have: none if it was not heard of for too long."""
+        """Return int32 (max_workers,): blocks of a prompt that each worker has or will have; 0 for stale workers."""
         lengths = held
         for directory in self._directories[1:]:
             if len(directory):
@@ -356,7 +400,7 @@ class Router:
         return np.where(self._heard < self._clock() - self.max_staleness, np.int32(0), lengths)
 
     def _age(self) -> None:
-        """Forgets what was expected for max_staleness, twice at most."""
+        """Drop expected blocks after one to two times max_staleness."""
         if self._clock() - self._aged >= self.max_staleness:
             self._aged = self._clock()
             self._directories = [self._directories[0], PrefixDirectory(self.max_workers), self._directories[1]]
@@ -377,9 +421,9 @@ class Router:
     def _best(
         self, lengths: NDArray[np.int32], num_tokens: int, movable: int, saved: float, avoid: Collection[Hashable]
     ) -> int:
-        """The number of the worker that comes first. Raises `PoolError` when there is none.
+        """Return the number of the best worker. Raises `PoolError` if no worker is known.
 
-        saved  share of the time to compute a token that is saved when the token is moved
+        `saved` is the share of a token's compute time that moving the token saves.
         """
         left = (self._heard >= self._clock() - self.max_staleness).nonzero()[0]
         if not len(left):
@@ -397,16 +441,15 @@ class Router:
         else:
             is_far_ahead = load - cached > load.min() + self.max_imbalance
             first = np.where(is_far_ahead, np.int64(1), -cached)
-        # The last key comes first.
+        # np.lexsort sorts by the last key first.
         return int(left[np.lexsort((self._chosen[left], -self._room[left], load, first))[0]])
 
     def _cost(
         self, load: NDArray[np.int64], missing: NDArray[np.int64], room: NDArray[np.int64], saved: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Expected cost of a prompt at each worker, in tokens to compute; the class describes it.
+        """Return the expected cost of a prompt on each worker, in tokens to compute. The class docstring defines it.
 
-        missing  tokens that the worker has not cached
-        saved    what it saves when it moves some of them, in tokens to compute
+        `missing` holds the tokens that each worker has not cached, and `saved` the part of them that moving saves.
         """
         hit_rate = self._cached_tokens / max(1.0, self._prompt_tokens)
         weight = COMPUTE_WEIGHT + load.min() / max(1.0, self._prompt_tokens - self._cached_tokens)
@@ -420,7 +463,7 @@ class Router:
         Returns
         -------
         dict of str to int
-            - `workers`, `stale`: known workers, and workers that were not heard of for `max_staleness`
+            - `workers`, `stale`: known workers, and workers without news for `max_staleness`
             - `blocks`, `bytes`: different blocks of all workers, and the size of their table
             - `choices`, `reports`: calls of `choose` and of `report`
             - `forecast_tokens`, `found_tokens`: tokens of the choices with a report
@@ -443,7 +486,7 @@ def _reported(load: int, room: int, received: int | None) -> tuple[int, int, int
 
 
 def _names_of(snapshot: NameSnapshot | PrefixSnapshot) -> tuple[int, bytes]:
-    """The number of the first change after a snapshot, and the names of its blocks. Raises as `Router.restore`."""
+    """Return the sequence number of the first event after a snapshot, and its block names. Raises as `restore`."""
     size = NAME_BYTES["stored"]
     if not isinstance(snapshot, NameSnapshot):
         check_snapshot(snapshot)

@@ -1,4 +1,4 @@
-"""Worker: an engine behind the front end of a cluster. It reports its prefix cache and moves pages of prompts."""
+"""Worker: an engine of a cluster. It runs calls of the front end, reports its prefix cache and moves prompt pages."""
 
 from __future__ import annotations
 
@@ -35,24 +35,28 @@ class _Running:
 
 
 class Worker:
-    """An engine that takes calls of a front end. It knows nothing of the transport, such as Ray.
-
-    Raises ValueError for a transfer of a model that has not one block table with full attention, or no prefix cache.
+    """An engine that runs calls of a front end. It is independent of the messaging layer, such as Ray.
 
     Parameters
     ----------
-    engine
-        An `Engine` with `prefix_events`, which this object closes.
-    name
-        Of this worker; another one after each restart.
-    is_prefill
-        Whether it computes prompts for others.
-    transfer
-        A `Transfer` without a pool, which this object closes; None: pages do not move.
-    model
-        A name of the model and its weights, for the transfer.
-    stop_token_ids
-        More tokens that end every text, besides the stop tokens of the engine.
+    engine : Engine
+        An `Engine` with `prefix_events`. This object closes it.
+    name : str
+        Name of this worker. It must change with each restart.
+    is_prefill : bool
+        Whether it computes prompts for decode workers.
+    transfer : Transfer or None
+        A `Transfer` without a registered pool. This object closes it. None: pages are not moved.
+    model : str
+        Name of the model and its weights, for the transfer.
+    stop_token_ids : frozenset of int
+        Tokens that end every output, in addition to the stop tokens of the engine.
+
+    Raises
+    ------
+    ValueError
+        `transfer` is given, but the engine has no prefix cache, or the model does not have exactly one block table with
+        full attention.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Worker:
             self._pages = PageMover(transfer, pool, cache, model)
         self._moved: dict[str, float] = {"moved_tokens": 0, "move_seconds": 0.0}  # for the router of the front end
         self._running: set[_Running] = set()
-        # Reads may wait for a peer: they have threads of their own, so that requests are submitted meanwhile.
+        # Reads can wait for a peer. They run in separate threads, so that they do not delay other requests.
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "pagepool-fetch")
 
     def limits(self) -> Limits:
@@ -94,10 +98,10 @@ class Worker:
         )
 
     async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
-        """Run a call: yields a `Begun`, a `Token` for each token, and an `Ended`. Ends early when it is closed.
+        """Run a call: yield a `Begun`, a `Token` for each token, and an `Ended`. Closing the generator cancels it.
 
-        A `Waiting` comes first, and each second in which nothing else does. Raises `EngineClosed` when the engine takes
-        no more requests.
+        The first message is a `Waiting`. One more is sent in each second without another message. Raises `EngineClosed`
+        if the engine accepts no more requests.
         """
         messages = self._generate(call)
         following: asyncio.Future[Any] | None = None
@@ -155,18 +159,18 @@ class Worker:
         yield Ended(generation.finish_reason or "abort", offer=offer)
 
     def release(self, number: int) -> None:
-        """End an offer: its pages were read."""
+        """End an offer, because its pages were read."""
         if self._pages is not None:
             self._pages.release(number)
 
     def follow(self, front_end: int) -> None:
-        """Cancel the requests of other front ends: these are gone, and no client waits for the tokens."""
+        """Cancel requests of other front ends. Those front ends have exited, so no client waits for the tokens."""
         for running in [*self._running]:
             if running.front_end != front_end:
                 running.generation.cancel()
 
     def news(self, wants_snapshot: bool = False) -> News:
-        """Return the news since the last call, with a snapshot instead of events if wanted. End expired offers."""
+        """Return the news since the last call, with a snapshot instead of events if requested. Ends expired offers."""
         engine, cache = self.engine, self.engine.prefix_cache
         if self._pages is not None:
             self._pages.poll()
@@ -180,15 +184,15 @@ class Worker:
         return News(self.name, self.is_prefill, self.epoch, events, snapshot, self.load(), room, stats)
 
     def load(self) -> int:
-        """Tokens that it has to compute: of prompts without a first new token, and one of each request that decodes."""
+        """Return the tokens to compute: the uncached tokens of requests in prefill, and 1 per decoding request."""
         return sum(
             running.num_tokens if running.generation.time_to_first_token is None else 1 for running in [*self._running]
         )
 
     def check_empty(self) -> int:
-        """Audit the engine, end all offers, forget all cached prefixes; return how many blocks are still in use: 0.
+        """Check the engine, end all offers and clear the prefix cache. Return the number of blocks in use, which is 0.
 
-        Raises `PoolError` when something does not hold. No request may run.
+        Raises `PoolError` if an invariant does not hold, or if a request is running.
         """
         if self._running:
             raise PoolError(f"{len(self._running)} requests run: the worker is not empty")
@@ -211,7 +215,7 @@ class Worker:
         self.engine.close()
 
     def _submit(self, call: Call) -> tuple[Generation, int]:
-        """Submit a call to the engine; return its generation and how many of its tokens were cached before."""
+        """Submit a call to the engine. Return its generation and the number of its tokens that were cached before."""
         request, cache = self.engine._read(call.tokens, call.params), self.engine.prefix_cache
         salt = call.options.get("cache_salt")
         cached = 0 if cache is None else cache.cached_tokens(call.tokens, cache_salt=salt)

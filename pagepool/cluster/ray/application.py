@@ -1,4 +1,4 @@
-"""serve: starts workers and a front end as an application of Ray Serve."""
+"""serve: starts workers and a front end as a Ray Serve application."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pagepool.integrations.transformers.pretrained import DTYPES, ModelError
 __all__ = ["serve"]
 
 DECODE, PREFILL = "decode", "prefill"
-MAX_WORKERS = 64  # of a side
-MANY = 10_000  # calls of one replica at a time: the engine's scheduler decides who waits
-# Serve gives a process up that has not answered three times.
+MAX_WORKERS = 64  # workers per side
+MANY = 10_000  # concurrent calls per replica; requests wait in the engine's scheduler and not in Serve
+# Serve restarts a replica after three health checks without an answer.
 HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
-# Serve's own limit of failed starts stays, 20: with a small one, replicas that fail while a new controller takes over
-# are never started again.
+# Serve's default limit of 20 failed starts is kept. With a small limit, replicas that fail while a new controller takes
+# over are never restarted.
 LIFE = {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
 
 
@@ -35,39 +35,57 @@ def serve(
     engine: dict[str, Any] | None = None,
     app: dict[str, Any] | None = None,
 ) -> Any:
-    """Serve a model with several engines, each in a process of its own; returns Serve's handle of the front end.
+    """Serve a model with several engines, each in a separate process.
 
-    Starts Ray on this machine, without dashboard and usage reports, unless it runs, and Serve. Waits until requests
-    are answered. What was served before is replaced. `ray.serve.shutdown()` ends workers and front end,
-    `ray.shutdown()` ends a Ray that this call has started.
-
-    Raises ImportError without the extra `ray` (and with `prefill` without `transfer`), ValueError and TypeError for
-    arguments that cannot be, `ModelError` for a directory without a model; then nothing was started. RuntimeError when
-    workers or front end cannot start: then a Ray that this has started is ended.
-
-        front_end = serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30})
-        print(front_end.stats.remote().result()["routers"])
+    Starts Ray and Serve on this machine unless they are running. Ray is started without dashboard and usage reports.
+    The call returns when the application answers requests. An application that was served before is replaced.
+    `ray.serve.shutdown()` ends the workers and the front end. `ray.shutdown()` ends Ray if this call has started it.
 
     Parameters
     ----------
-    model
-        A directory in transformers' format, which every machine of the Ray cluster has at the same place.
-    workers
-        How many engines decode, up to 64; or (fewest, most): Serve starts and ends them by the tokens that wait.
-    prefill
-        How many engines compute prompts for them, up to 64, whose pages move by NIXL; 0: each computes its own.
-    name
-        Of the model for clients; None: that of the directory.
-    dtype
-        Of the weights, as in `load_pretrained`.
-    host, port
-        Where OpenAI's interface is; those of Serve, if that runs already.
-    threads
-        Of each worker; None: all.
-    engine
+    model : path
+        Directory of a model in transformers' format. It must have the same path on every machine of the Ray cluster.
+    workers : int or tuple of (int, int)
+        Number of decode workers, at most 64; or (fewest, most), and Serve scales the number by the queued tokens.
+    prefill : int
+        Number of prefill workers, at most 64. They move pages with NIXL. 0: each worker computes its own prompts.
+    name : str or None
+        Name of the model for clients. None: the name of the directory.
+    dtype : str
+        Dtype of the weights, as in `load_pretrained`.
+    host : str
+        Address of the HTTP server. Has no effect if Serve is running already.
+    port : int
+        Port of the HTTP server. Has no effect if Serve is running already.
+    threads : int or None
+        Number of threads per worker. None: all cores.
+    engine : dict or None
         Arguments of each `Engine`, such as `pool_bytes`.
-    app
+    app : dict or None
         Arguments of `create_app`, such as `timeout`.
+
+    Returns
+    -------
+    ray.serve.handle.DeploymentHandle
+        Serve's handle of the front end.
+
+    Raises
+    ------
+    ImportError
+        The extra `ray` is not installed, or `prefill` is given without the extra `transfer`. Nothing was started.
+    TypeError, ValueError
+        An argument has a wrong type or is out of range. Nothing was started.
+    ModelError
+        The directory has no model. Nothing was started.
+    RuntimeError
+        The workers or the front end cannot start. If this call has started Ray, Ray is ended.
+
+    Examples
+    --------
+    Four decode workers and two prefill workers, with 4 GiB of pages each::
+
+        front_end = serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30})
+        print(front_end.stats.remote().result()["routers"])
     """
     fewest, most = workers if isinstance(workers, tuple) else (workers, workers)
     integer("the most workers", most, integer("workers", fewest, 1, MAX_WORKERS), MAX_WORKERS)
@@ -110,7 +128,7 @@ def serve(
 
 
 def _reason(status: Any, application: str) -> str:
-    """The last line of the traceback that Serve has of a deployment that could not start, or ""."""
+    """Return the last line of Serve's traceback for a deployment that could not start, or ""."""
     found = status.applications.get(application)
     for deployment in found.deployments.values() if found is not None else ():
         if "FAILED" in str(deployment.status) and deployment.message.strip():

@@ -1,4 +1,4 @@
-"""How many workers there should be. Serve copies this module into its controller: it imports nothing of pagepool."""
+"""Autoscaling policy. Serve copies this module into its controller, so it must not import from pagepool."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from typing import Any
 
 __all__ = ["workers_for_load"]
 
-TOKENS_PER_WORKER = 4096  # that wait to be computed
+TOKENS_PER_WORKER = 4096  # tokens to compute per worker at which more workers are started
 
 
 def workers_for_load(context: Any) -> tuple[int, dict[str, Any]]:
-    """An autoscaling policy of Serve: so many workers that none has more than 4,096 tokens to compute.
+    """Autoscaling policy for Serve: one worker for every 4,096 tokens to compute, rounded up.
 
     Parameters
     ----------
-    context
-        Serve's `AutoscalingContext`, with the `load` of `WorkerReplica.record_autoscaling_stats`.
+    context : AutoscalingContext
+        Serve's context, with the `load` of `WorkerReplica.record_autoscaling_stats`.
+
+    Returns
+    -------
+    tuple of (int, dict)
+        Number of workers, within the bounds of `context`, and the unchanged policy state.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The deployments of Ray Serve: workers and the front end. Needs the extra `ray`."""
+"""Ray Serve deployments of the workers and the front end. Needs the extra `ray`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PREFIX_EVENTS = 65_536
 
 
 def die_of_sigterm() -> None:
-    """Let SIGTERM end this process at once, as SIGKILL does.
+    """Make SIGTERM end this process immediately, as SIGKILL does.
 
-    Ray's own handler lets the process go on for half a minute, in which it answers no call and still tells its news. A
-    process that is gone is noticed within a second, and its requests go on elsewhere. Python sets signals only in the
-    main thread, which is Ray's.
+    With Ray's own handler the process runs for another half minute. During that time it answers no calls but still
+    sends news. An exited process is detected within a second, and its requests continue on other workers. This uses
+    libc because Python can set signal handlers only in the main thread, which belongs to Ray.
     """
     libc = CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (c_int, c_void_p), c_void_p
@@ -39,9 +39,17 @@ def die_of_sigterm() -> None:
 
 
 class WorkerReplica:
-    """A `Worker` in a process of its own, which tells the front end its news.
+    """A `Worker` in a separate process. It sends its news to the front end.
 
-    options  `model`, a directory; `dtype`, `engine`: the arguments of `Engine`; `threads` or None
+    Parameters
+    ----------
+    options : dict
+        `model`, a directory; `name`, the name of the model; `dtype`; `engine`, a dict with arguments of `Engine`; and
+        `threads`, an int or None.
+    is_prefill : bool
+        Whether this is a prefill worker.
+    moves_pages : bool
+        Whether pages are moved between workers.
     """
 
     def __init__(self, options: dict[str, Any], is_prefill: bool, moves_pages: bool) -> None:
@@ -73,36 +81,36 @@ class WorkerReplica:
         self._thread.start()
 
     async def generate(self, worker: str | None, call: Call) -> AsyncGenerator[Any, None]:
-        """`Worker.generate`"""
+        """Call `Worker.generate`."""
         async for message in self._worker.generate(call):
             yield message
 
     def release(self, worker: str | None, number: int) -> None:
-        """`Worker.release`"""
-        if worker == self._worker.name:  # else that one is gone, and the number is a lease of its own
+        """Call `Worker.release`."""
+        if worker == self._worker.name:  # a lease number of another worker must not end a lease of this worker
             self._worker.release(number)
 
     def limits(self, worker: str | None) -> Limits:
-        """`Worker.limits`"""
+        """Call `Worker.limits`."""
         return self._worker.limits()
 
     def pid(self, worker: str | None) -> int:
-        """The number of the process."""
+        """Return the process id."""
         return os.getpid()
 
     def check_empty(self, worker: str | None) -> tuple[str, int]:
-        """The worker's name, and `Worker.check_empty`."""
+        """Return the worker's name and the result of `Worker.check_empty`."""
         return self._worker.name, self._worker.check_empty()
 
     def check_health(self) -> None:
-        """Serve calls it, and restarts the replica when it raises."""
+        """Raise if this replica cannot serve requests. Serve calls this regularly, and restarts a failed replica."""
         if not self._worker.engine.is_accepting:
             raise RuntimeError("the engine takes no more requests")
         if not self._thread.is_alive():
             raise RuntimeError("the front end gets no more news of this worker")
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Serve calls it for autoscaling policies."""
+        """Return the load for autoscaling policies. Serve calls this."""
         stats = self._worker.engine.stats()
         return {"load": float(self._worker.load()), "requests": float(stats["requests"])}
 
@@ -112,7 +120,7 @@ class WorkerReplica:
         self._worker.close()
 
     def _tell(self) -> None:
-        """The thread that tells the front end the news, and hears which front end there is."""
+        """Send news to the front end until the replica ends, and follow the front end that answers."""
         wants_snapshot, handle = False, None
         while not self._ends.wait(NEWS_SECONDS):
             news = self._worker.news(wants_snapshot)
@@ -121,18 +129,18 @@ class WorkerReplica:
                 front_end, wants_snapshot = handle.news.remote(news).result(timeout_s=ANSWER_SECONDS)
                 self._worker.follow(front_end)
             except (Exception, CancelledError):
-                # There is no front end, or it is starting. What it has missed it asks for, when this worker follows it.
+                # The front end is starting or has exited. It will request a snapshot when it gets this worker's news.
                 wants_snapshot = False
 
 
 class ReplicasOf:
-    """How the front end reaches the replicas of a deployment."""
+    """Implements `Workers` for the replicas of a deployment."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
     async def generate(self, worker: str, call: Call) -> AsyncGenerator[Any, None]:
-        """The messages of a worker; leaving it early cancels the call."""
+        """Yield the messages of a worker. Closing the generator cancels the call."""
         response = self._handle.options(stream=True).generate.remote(worker, call)
         try:
             async for message in response:
@@ -143,16 +151,22 @@ class ReplicasOf:
             response.cancel()
 
     async def release(self, worker: str, number: int) -> None:
-        """`Worker.release`"""
+        """Call `Worker.release`."""
         await self._handle.release.remote(worker, number)
 
 
 @serve.ingress()
 class FrontEndReplica:
-    """A `FrontEnd` behind OpenAI's interface.
+    """A `FrontEnd` with OpenAI's HTTP interface.
 
-    options  as those of `WorkerReplica`, and `app`: the arguments of `create_app`
-    workers, prefill  handles of the deployments
+    Parameters
+    ----------
+    options : dict
+        As for `WorkerReplica`, and `app`, a dict with arguments of `create_app`.
+    workers : DeploymentHandle
+        Handle of the decode workers.
+    prefill : DeploymentHandle or None
+        Handle of the prefill workers.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -175,13 +189,13 @@ class FrontEndReplica:
         return create_app(self.cluster, self._options["name"], **self._options["app"])
 
     def news(self, news: News) -> tuple[int, bool]:
-        """`FrontEnd.news`, with the epoch of the front end."""
+        """Return the epoch of the front end and the result of `FrontEnd.news`."""
         return self.cluster.epoch, self.cluster.news(news)
 
     def stats(self) -> dict[str, Any]:
-        """`FrontEnd.stats`"""
+        """Call `FrontEnd.stats`."""
         return self.cluster.stats()
 
     def pid(self) -> int:
-        """The number of the process."""
+        """Return the process id."""
         return os.getpid()

@@ -1,4 +1,4 @@
-"""Which replica a call goes to. Serve copies this module into its processes: it imports nothing of pagepool."""
+"""Selects the replica of a call. Serve copies this module into its processes, so it must not import from pagepool."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["NamedReplicaRouter"]
 class NamedReplicaRouter(RequestRouter):
     """Sends a call to the replica that the front end has chosen with its `Router`.
 
-    The choice is made before, where the tokens are, once for each call: Serve may ask several times. A replica that is
-    gone is replaced by any other one, which says in its answer who it is.
+    The front end chooses once for each call, because it has the tokens. Serve may ask several times. If the chosen
+    replica has exited, any other replica takes the call and returns its own name in the answer.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replica with the name that is the first argument of the call; None stands for any."""
+        """Return the replica named by the first argument of the call, or all candidates if it is None or not found."""
         name = pending_request.args[0] if pending_request is not None and pending_request.args else None
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
         return [named or candidate_replicas]
