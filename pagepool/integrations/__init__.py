@@ -1,1 +1,1 @@
-"""Bridges to other libraries: each module imports its own when it is used, and none is needed by the rest."""
+"""Integrations with other libraries. Each module imports its library on use; the rest of pagepool needs none."""

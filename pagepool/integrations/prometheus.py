@@ -1,4 +1,4 @@
-"""Metrics of schedulers, pools and caches for Prometheus. They are read at each scrape and cost nothing in between.
+"""Prometheus metrics of schedulers, pools, caches and routers. They are read at each scrape and cost nothing else.
 
 Needs the extra `metrics` (prometheus_client).
 """
@@ -23,18 +23,25 @@ class PagepoolCollector:
     `pagepool:prefix_cache_queries`, `pagepool:prefix_cache_hits`, `pagepool:prefix_cache_evictions`; of routers
     `pagepool:router_choices`, `pagepool:router_snapshots`, in tokens `pagepool:router_found_tokens` and
     `pagepool:router_forecast_error_tokens` (by direction: over, under). The label `pool`, `cache` or `router` is the
-    name. Raises `ImportError` when prometheus_client is not installed, `TypeError` for other objects.
+    name.
 
     Parameters
     ----------
-    scheduler
-        A `Scheduler`, or None.
-    pools
+    scheduler : Scheduler or None
+        The scheduler to monitor.
+    pools : mapping or None
         Name -> `KvCachePool`, `BlockAllocator` or `SsmStatePool`.
-    caches
+    caches : mapping or None
         Name -> `PrefixCache`.
-    routers
+    routers : mapping or None
         Name -> `Router`.
+
+    Raises
+    ------
+    ImportError
+        prometheus_client is not installed.
+    TypeError
+        An object has a wrong type.
 
     Examples
     --------
@@ -63,7 +70,7 @@ class PagepoolCollector:
         self._routers = _named("routers", routers, "a Router", "choices")
 
     def collect(self) -> Iterator[Any]:
-        """The metric families; prometheus_client calls this at each scrape."""
+        """Yield the metric families. prometheus_client calls this at each scrape."""
         yield from self._of_scheduler()
         yield from self._of_pools()
         yield from self._of_caches()
@@ -142,7 +149,7 @@ class PagepoolCollector:
 
 
 def _named(argument: str, found: Mapping[str, Any] | None, kind: str, figure: str) -> dict[str, Any]:
-    """The objects by name; each must have `figure` in its `stats()`."""
+    """Return the objects by name. Raises `TypeError` if `figure` is missing in the `stats()` of an object."""
     if found is None:
         return {}
     if not isinstance(found, Mapping):

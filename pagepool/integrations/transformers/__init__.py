@@ -1,6 +1,6 @@
-"""Causal language models of transformers over pagepool's memory. Needs the extra `transformers`.
+"""Runs causal language models of transformers on pagepool's memory. Needs the extra `transformers`.
 
-`pretrained` can be imported without torch and transformers; the names below import them on first use.
+The module `pretrained` can be imported without torch and transformers. The names below import them on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls by the name "pagepool", and modules that have code of their own."""
+"""The attention function "pagepool" for transformers, and replacement forwards for modules that do not call it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends over the pages of the running step; keys and values are there already."""
+    """Attend over the pages of the running step. The cache layer has already stored keys and values in them."""
     return current_step().attend(module, query, scaling, softcap, s_aux), None
 
 
@@ -49,7 +49,7 @@ def bloom_attention(
     layer_past: Any = None,
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`BloomAttention.forward` over pages: biases come from the slope of each head, not from a tensor of them."""
+    """`BloomAttention.forward` over pages. Biases are computed from the slope of each head, not read from `alibi`."""
     query, key, value = module._reshape(module.query_key_value(hidden_states))
     layer_past.update(key, value, module.layer_idx)
     slopes = _get_alibi_slopes(module.num_heads, hidden_states.device)
@@ -57,7 +57,7 @@ def bloom_attention(
     return module.dense(context.flatten(2)) + residual, None
 
 
-# Classes of attention modules that call no attention function, each with its forward over pages.
+# Replacement forwards for classes of attention modules that do not call the attention function.
 ADAPTERS: dict[str, Callable[..., Any]] = {"BloomAttention": bloom_attention}
 
 
@@ -65,12 +65,16 @@ _locks: WeakKeyDictionary[torch.nn.Module, RLock] = WeakKeyDictionary()
 
 
 class Hooks:
-    """Where a model chooses its attention: the configs that name the function, and modules with code of their own.
+    """Switches a model to paged attention: sets the attention name in its configs and replaces forwards of modules.
 
-    steps_in_place  numbers of the layers whose recurrent states are stepped in the slots of the running step
-    packed          linear layers over packed weights, or None
+    A lock per model lets only one thread use the hooks of a model, also if several runners share the model.
 
-    One thread at a time changes it, whichever runner it runs for.
+    Attributes
+    ----------
+    steps_in_place : set of int
+        Layers that update their recurrent states in the slots of the running step.
+    packed : PackedLinears or None
+        Linear layers over packed weights.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -81,7 +85,7 @@ class Hooks:
         self._forwards = {module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted}
         self.steps_in_place: set[int] = set()
         self.packed: PackedLinears | None = None
-        with self._lock:  # while no other runner of this model has put its forwards there
+        with self._lock:  # another runner of this model may have replaced forwards
             for module in model.modules():
                 forward = forward_in_place(module)
                 if forward is not None:
@@ -89,12 +93,12 @@ class Hooks:
                     self.steps_in_place.add(module.layer_idx)
 
     def has_adapter(self, layer: int) -> bool:
-        """Whether the attention of this layer is code of its own for which there is a forward over pages."""
+        """Return whether this layer's attention does not call the attention function but has a replacement forward."""
         return any(module.layer_idx == layer for module in self._adapted)
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Within, the model calls the attention function of this name."""
+        """Context manager in which the model calls the attention function with this name."""
         with self._lock:
             before = [config._attn_implementation_internal for config in self._configs]
             for config in self._configs:
@@ -107,8 +111,10 @@ class Hooks:
 
     @contextmanager
     def over_pages(self) -> Iterator[None]:
-        """Within, the model attends over the pages, steps the recurrent states of the running step, and has packed
-        weights. Raises RuntimeError if one of these was changed since it was packed."""
+        """Context manager in which the model uses the pages, recurrent states and packed weights of the running step.
+
+        Raises RuntimeError if a weight was changed since it was packed.
+        """
         forwards = self._forwards
         with self.calling(IMPLEMENTATION):
             if self.packed is not None:
@@ -116,7 +122,7 @@ class Hooks:
                 forwards = forwards | self.packed.forwards
             own = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
             for module, forward in forwards.items():
-                vars(module)["forward"] = forward  # torch's `__setattr__` takes ten times as long
+                vars(module)["forward"] = forward  # 10 times faster than torch's `__setattr__`
             try:
                 yield
             finally:

@@ -1,4 +1,4 @@
-"""`generate_batch` of a model in use: continuous batching by the scheduler, in and out as transformers has it."""
+"""`generate_batch` over pages: continuous batching by pagepool's scheduler, with the interface of transformers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pagepool.scheduling.scheduler import Scheduler
 
 __all__ = ["generate_batch"]
 
-BATCH_TOKENS = 512  # of a step, where the caller says nothing
-# Fields of a generation config that a batch does not serve, with the values that do not ask for it.
+BATCH_TOKENS = 512  # default limit of tokens per step
+# Unsupported fields of a generation config, with the values that leave the feature off.
 UNSUPPORTED = {"num_beams": (None, 1), "assistant_early_exit": (None,), "prompt_lookup_num_tokens": (None,)}
 
 
 class Batch:
-    """The requests of one call: what they are by the scheduler's id, and what comes of them."""
+    """The requests of one call of `generate_batch`, and their outputs."""
 
     def __init__(self, runner: ModelRunner, scheduler: Scheduler, config: Any, record_timestamps: bool) -> None:
         self._runner = runner
@@ -36,7 +36,7 @@ class Batch:
         self._running: dict[int, GenerationOutput] = {}
 
     def add(self, request_id: str, prompt: list[int], max_new_tokens: int) -> None:
-        """Queues a request. One that cannot be served fails, with the reason in its `error`; the others go on."""
+        """Queue a request. If it cannot be served, its output has the status FAILED and the reason in `error`."""
         output = GenerationOutput(request_id, prompt, timestamps=[] if self._record_timestamps else None)
         self.outputs[request_id] = output
         limit = self._runner.length_limit
@@ -57,7 +57,7 @@ class Batch:
         )
 
     def step(self) -> int:
-        """Runs one step of the scheduler; returns how many requests have ended."""
+        """Run one step of the scheduler. Return the number of requests that have ended."""
         batch = self._scheduler.schedule()
         now = time.perf_counter()
         for number in batch.seq_ids:
@@ -81,7 +81,7 @@ class Batch:
         return len(ended)
 
     def _choose(self, numbers: Sequence[int], logits: torch.Tensor) -> list[int]:
-        """The next token of each of these requests, as the generation config has it."""
+        """Sample the next token of each request according to the generation config."""
         scores = []
         for number, row in zip(numbers, logits, strict=True):
             processors = self._processors[number]
@@ -101,7 +101,7 @@ class Batch:
 
 
 def stop_tokens(config: Any) -> list[int]:
-    """The tokens that end a request; -1, which says that none does, left out."""
+    """Return the stop tokens of a generation config, without -1, which means that the model has no stop token."""
     eos = config.eos_token_id
     tokens = [] if eos is None else eos if isinstance(eos, list) else [eos]
     return [token for token in tokens if token >= 0]
@@ -119,19 +119,40 @@ def generate_batch(
     warmup: bool = True,
     max_new_tokens: int | None = None,
 ) -> dict[str, GenerationOutput]:
-    """Generates for many prompts, batched continuously; as `generate_batch` of transformers.
+    """Generate outputs for many prompts with continuous batching, as `generate_batch` of transformers.
 
-    runner, prefix_cache  of the model
-    inputs                the tokens of each prompt
-    generation_config     how tokens are chosen, and how many; by default the model's own. Beams and drafts are refused
-    continuous_batching_config  of it `max_batch_tokens` and `max_requests_per_batch` count; memory is the runner's
-    record_timestamps     whether outputs have the time of each token
-    progress_bar          whether to show one
-    persistent_manager, warmup  there is nothing to keep or to warm up
-    max_new_tokens        instead of that of the config
+    Parameters
+    ----------
+    runner : ModelRunner
+        The runner of the model.
+    prefix_cache : PrefixCache or None
+        A prefix cache over the runner's pool.
+    inputs : sequence of sequence of int
+        Token ids of each prompt.
+    generation_config : GenerationConfig or None
+        Sampling parameters and number of tokens. None: the model's own config. Beam search and drafts are not
+        supported.
+    continuous_batching_config : ContinuousBatchingConfig or None
+        Only `max_batch_tokens` and `max_requests_per_batch` are used. The runner defines the memory.
+    record_timestamps : bool
+        Whether outputs have the time of each token.
+    progress_bar : bool
+        Whether to show a progress bar.
+    persistent_manager, warmup : bool
+        Ignored. They exist for compatibility with transformers.
+    max_new_tokens : int or None
+        Replaces `max_new_tokens` of the config.
 
-    Returns request id -> `GenerationOutput`, in the order of the prompts; a request that cannot be served has its
-    `error` set, and the others are not touched. Raises ValueError for beams, drafts and log probabilities.
+    Returns
+    -------
+    dict of str to GenerationOutput
+        Outputs by request id, in the order of the prompts. A request that cannot be served has its `error` set, and all
+        other requests are served.
+
+    Raises
+    ------
+    ValueError
+        The config asks for beam search, drafts or log probabilities.
     """
     config, _ = runner.model._prepare_generation_config(generation_config)
     for name, plain in UNSUPPORTED.items():

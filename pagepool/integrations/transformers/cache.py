@@ -1,4 +1,4 @@
-"""The layers of transformers' cache that write to pages and to slots of recurrent states."""
+"""Cache layers for transformers that store keys and values in pages, and recurrent states in slots."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DummyLayer", "PagedLayer", "PagedStateLayer", "StateLayer"]
 
 
 class PagedLayer(CacheLayerMixin):
-    """The keys and values of one layer: they go to pages of the running step."""
+    """Cache layer that stores keys and values in the pages of the running step."""
 
     is_sliding = False
 
@@ -23,32 +23,32 @@ class PagedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Pages are there already."""
+        """Do nothing: the pages are already allocated."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the tokens of the step and returns them: the attention function reads the pages."""
+        """Store the keys and values of the step and return them. The attention function reads the pages instead."""
         current_step().append(self.layer, key_states, value_states)
-        if self.layer.latent:  # what the model would expand and nobody reads: one token will do
+        if self.layer.latent:  # the model expands the result but never uses it, so return one token
             return key_states[:, :, :1], value_states[:, :, :1]
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """The most tokens that a sequence of the step had before."""
+        """Return the largest number of earlier tokens of any sequence in the step."""
         return current_step().seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """For masks, which nobody reads."""
+        """Return sizes for the mask that transformers builds. Paged attention does not use this mask."""
         return query_length + self.get_seq_length(), 0
 
     def get_max_length(self) -> int:
-        """No maximum."""
+        """Return -1: the length is unlimited."""
         return -1
 
 
 class StateLayer(LinearAttentionLayer):
-    """The recurrent states of one layer: tensors of the step's sequences, updated where they lie."""
+    """Cache layer with the recurrent states of the step's sequences. The model updates these tensors in place."""
 
     def __init__(self, states: dict[str, torch.Tensor], has_previous_state: bool) -> None:
         indices = [int(name.rpartition(".")[2]) for name in states]
@@ -64,7 +64,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class PagedStateLayer(StateLayer, PagedLayer):
-    """A layer that attends and has a recurrent state."""
+    """Cache layer for a model layer with both attention and a recurrent state."""
 
     def __init__(self, layer: AttentionLayer, states: dict[str, torch.Tensor], has_previous_state: bool) -> None:
         PagedLayer.__init__(self, layer)

@@ -1,4 +1,4 @@
-"""PagedForward: a model's own forward, run over pages and slots of states."""
+"""PagedForward: runs a model's own forward with pages and slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ from pagepool.integrations.transformers.step import Step, Tables, running
 
 __all__ = ["PagedForward"]
 
-RECURRENT = "recurrent_states.0"  # the state that Mamba-2 steps, among those of its layer
+RECURRENT = "recurrent_states.0"  # name of the recurrent state in a Mamba-2 layer
 
 
 class PagedForward:
-    """The forward of a model whose layers keep what they keep in a `ModelMemory`.
+    """The forward of a model that stores keys, values and recurrent states in a `ModelMemory`.
 
-    hooks         where the model chooses its attention and its linear layers
-    layout        what the model keeps
-    takes_chunks  whether recurrent layers that have a state already take several tokens at once
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    hooks : Hooks
+        Switches the model's attention and linear layers.
+    layout : ModelLayout
+        The keys, values and states that the model stores.
+    takes_chunks : bool
+        Whether recurrent layers can continue from a state with several tokens in one forward.
     """
 
     def __init__(self, model: Any, hooks: Hooks, layout: ModelLayout, takes_chunks: bool) -> None:
@@ -44,9 +51,25 @@ class PagedForward:
         keep: Sequence[int],
         seen: int | None = None,
     ) -> torch.Tensor:
-        """Runs the last tokens of sequences; returns the logits of the last `keep[i]` of each, in float32.
+        """Run the last tokens of sequences.
 
-        `seen` is what the model is told of the tokens that came before: by default the most of any sequence.
+        Parameters
+        ----------
+        memory : ModelMemory
+            Pages and states of the sequences.
+        tokens : sequence of sequence of int
+            Token ids to compute for each sequence.
+        sequences : sequence
+            Sequences from `ModelMemory.sequence`, with slots for `tokens`.
+        keep : sequence of int
+            For each sequence, the number of last tokens to return logits for.
+        seen : int or None
+            Number of earlier tokens that is passed to the model. None: the largest number of any sequence.
+
+        Returns
+        -------
+        torch.Tensor
+            float32 (sum of keep, vocab_size): logits, sequence after sequence.
         """
         counts = [len(row) for row in tokens]
         starts = [sequence.len - count for sequence, count in zip(sequences, counts, strict=True)]
@@ -68,7 +91,7 @@ class PagedForward:
         seen: int,
         slots: Sequence[int],
     ) -> torch.Tensor:
-        """Several forwards, since a recurrent layer takes rows of as many tokens each."""
+        """Run several forwards, because a recurrent layer needs rows with equal numbers of tokens."""
         counts = [len(row) for row in tokens]
         found: list[list[torch.Tensor]] = [[] for _ in tokens]
         for rows, begin, end in self._in_turn(counts, starts):
@@ -91,7 +114,7 @@ class PagedForward:
         keep: Sequence[int],
         seen: int,
     ) -> torch.Tensor:
-        """All tokens of all sequences one behind the other, as one row."""
+        """Run the tokens of all sequences in one forward, concatenated in one row."""
         ids = torch.tensor([[token for row in tokens for token in row]])
         positions = np.concatenate(
             [np.arange(start, start + len(row)) for start, row in zip(starts, tokens, strict=True)]
@@ -100,7 +123,7 @@ class PagedForward:
         wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, keep, strict=True)])
         cache = Cache(layers=[self._paged_layer(number) for number in range(len(self.layout.states))])
         step = Step(memory.pools, tables, seen, self.layout.borrowed)
-        # A model computes logits of at least one token.
+        # The model must compute logits of at least one token.
         rows = torch.from_numpy(wanted) if len(wanted) else torch.tensor([0])
         logits = self._call(step, ids, torch.from_numpy(positions)[None], cache, rows)[0]
         return logits[: len(wanted)].float()
@@ -115,7 +138,7 @@ class PagedForward:
         keep: int,
         seen: int,
     ) -> torch.Tensor:
-        """Sequences of as many tokens each, as rows of a batch; all of them are new, or none is."""
+        """Run sequences with equal numbers of tokens as rows of a batch. Either all are new or all have a state."""
         ids = torch.tensor(tokens)
         positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
         step = Step(memory.pools, tables, seen, self.layout.borrowed, slots)
@@ -135,7 +158,7 @@ class PagedForward:
         return logits
 
     def _call(self, step: Step, ids: torch.Tensor, positions: torch.Tensor, cache: Cache, keep: Any) -> torch.Tensor:
-        """Logits (batch, tokens that are kept, vocab_size) of the model's own forward."""
+        """Call the model's own forward. Returns logits (batch, kept tokens, vocab_size)."""
         kwargs: dict[str, Any] = {"input_ids": ids, "cache": cache, "use_cache": True}
         if "position_ids" in self._parameters:
             kwargs["position_ids"] = positions
@@ -150,7 +173,7 @@ class PagedForward:
     def _paged_layer(
         self, number: int, states: dict[str, torch.Tensor] | None = None, has_previous_state: bool = False
     ) -> Any:
-        """The layer of transformers' cache for layer `number` of the model."""
+        """Return the cache layer for layer `number` of the model."""
         attention = self.layout.by_cache_layer.get(number)
         if states:
             if attention is None:
@@ -159,10 +182,10 @@ class PagedForward:
         return DummyLayer() if attention is None else PagedLayer(attention)
 
     def _in_turn(self, counts: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-        """Which sequences a model with recurrent states runs together, and which of their tokens.
+        """Yield (sequences, begin, end) for each forward of a model with recurrent states.
 
-        Sequences that go on with one token each run as one batch, and a chunk of a prompt runs alone: token by token if
-        the model cannot go on with several.
+        All sequences that decode one token form one batch. A prompt chunk runs alone. It runs token by token if the
+        model cannot continue from a state with several tokens.
         """
         decodes = [row for row, count in enumerate(counts) if count == 1 and starts[row]]
         if decodes:
@@ -177,7 +200,7 @@ class PagedForward:
 
 
 def cut(tables: Tables, rows: Sequence[int], begin: int, end: int, counts: Sequence[int]) -> Tables:
-    """The tables of a forward of tokens `begin` to `end` of what `rows` feed, all other sequences left out."""
+    """Return the tables for a forward that computes only tokens `begin` to `end` of the sequences `rows`."""
     first = tables.query_start_loc
     lens = [tables.seq_lens[row] - counts[row] + end for row in rows]
     slots = np.concatenate([tables.slot_mapping[first[row] + begin : first[row] + end] for row in rows])
@@ -186,13 +209,13 @@ def cut(tables: Tables, rows: Sequence[int], begin: int, end: int, counts: Seque
 
 
 def rows_of(view: torch.Tensor, slots: list[int]) -> torch.Tensor:
-    """The states of these slots: where they lie, if they are neighbours, else a copy."""
+    """Return the states of slots: a view if the slots are contiguous, otherwise a copy."""
     if slots == list(range(slots[0], slots[0] + len(slots))):
         return view[slots[0] : slots[0] + len(slots)]
     return view[slots]
 
 
 def store_rows(view: torch.Tensor, slots: list[int], states: torch.Tensor) -> None:
-    """Writes states to their slots, unless they lie there."""
+    """Write states to their slots, unless `states` is a view of these slots."""
     if states is not view and states.data_ptr() != view[slots[0]].data_ptr():
         view[slots] = states

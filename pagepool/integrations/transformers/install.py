@@ -1,4 +1,4 @@
-"""`use` and `release`: a model's own `generate` and `generate_batch` over pages, and back."""
+"""`use` and `release`: switch a model's own `generate` and `generate_batch` to pages, and back."""
 
 from __future__ import annotations
 
@@ -26,21 +26,32 @@ def use(
     max_sequences: int = 32,
     prefix_cache: bool = True,
 ) -> ModelRunner:
-    """Lets `model.generate` and `model.generate_batch` run over pagepool's memory; returns the model's `ModelRunner`.
+    """Make `model.generate` and `model.generate_batch` use pagepool's memory.
 
-    A call with a cache of its own (`cache=`, `cache_implementation=`) or with `use_cache=False` runs as
-    before, and so does `model(...)`. Raises as `ModelRunner`, and ValueError for a model that is in use already; then
-    nothing has changed.
+    Calls that specify a cache (`cache=`, `cache_implementation=`) or `use_cache=False` run as before. Direct calls
+    `model(...)` also run as before.
 
     Parameters
     ----------
-    model
+    model : PreTrainedModel
         A causal language model of transformers, on the CPU.
     pool_bytes, num_blocks, dtype, block_size, max_sequences
-        As for `ModelRunner`.
-    prefix_cache
-        Whether prompts begin with what earlier calls have computed of them: those of `generate_batch`, and for a
-        model without windows and recurrent states those of `generate`, too.
+        As in `ModelRunner`.
+    prefix_cache : bool
+        Whether `generate_batch` reuses prefixes that earlier calls have computed. For models without windows and
+        recurrent states, `generate` reuses them also.
+
+    Returns
+    -------
+    ModelRunner
+        The runner of the model.
+
+    Raises
+    ------
+    ValueError
+        The model is already in use, or cannot run over pages, see `ModelRunner`. Nothing has changed.
+    TypeError
+        `model` is not a causal language model of transformers. Nothing has changed.
 
     Examples
     --------
@@ -66,7 +77,7 @@ def use(
     )
     prefixes = runner.new_prefix_cache() if prefix_cache else None
     forward, generate, prepare = model.forward, model.generate, model._prepare_cache_for_generation
-    calls = threading.local()  # `caches`: those that the running call of `generate` has made
+    calls = threading.local()  # `caches`: created by the running call of `generate`
 
     @wraps(forward)
     def paged_forward(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +92,7 @@ def use(
         if is_ours and generation_config.use_cache is not False:
             cache = model_kwargs["cache"] = PagedCache(runner, prefixes)
             calls.caches.append(cache)
-            if generation_config.is_assistant:  # its drafts will be taken back
+            if generation_config.is_assistant:  # rejected drafts will be cropped
                 cache.activate_past_recording()
         return prepare(generation_config, model_kwargs, *args, **kwargs)
 
@@ -93,7 +104,7 @@ def use(
             result = generate(*args, **kwargs)
         finally:
             for cache in calls.caches:
-                if getattr(result, "cache", None) is not cache:  # it was not handed to the caller
+                if getattr(result, "cache", None) is not cache:  # it was not returned to the caller
                     cache.close()
         return result
 
@@ -110,7 +121,7 @@ def use(
 
 
 def release(model: Any) -> None:
-    """Undoes `use` and frees the memory. Raises ValueError for a model that is not in use."""
+    """Undo `use` and free the memory. Raises ValueError if the model is not in use."""
     if not hasattr(model, RUNNER):
         raise ValueError(f"this {type(model).__name__} is not in use")
     runner: ModelRunner = vars(model).pop(RUNNER)

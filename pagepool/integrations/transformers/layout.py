@@ -1,4 +1,4 @@
-"""What a model keeps of its tokens: read off one short forward of its own, with every mask and kind of state in it."""
+"""Detects the keys, values and recurrent states that a model stores per token, by one short forward of the model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from pagepool.integrations.transformers.step import AttentionLayer, Shape
 __all__ = ["ModelLayout", "Unsupported", "read_layout"]
 
 PROBE = "pagepool_probe"
-# Distances and positions at which a mask is compared with the window that it is taken for.
+# Largest position at which a mask is compared with the window that was derived from it.
 FAR = 1 << 20
 
 
 class Unsupported(ValueError):
-    """A model that cannot run over pages; the sentence says why."""
+    """The model cannot run over pages. The message is the reason."""
 
 
 class Group(NamedTuple):
-    """Layers of one window whose keys and values lie in one pool."""
+    """Layers with the same window and the same pool. They share a block table."""
 
     window: int | None
     pool: int
@@ -43,14 +43,22 @@ class Group(NamedTuple):
 
 @dataclass
 class ModelLayout:
-    """What a model keeps.
+    """The keys, values and recurrent states that a model stores.
 
-    attention   its attention layers, in the order of the cache
-    states      for each layer of the cache the recurrent states: name -> (shape, dtype), empty without any
-    borrowed    modules that attend to keys and values of another layer, with that layer
-    groups      the groups of layers with a block table each
-    shapes      the shape and the number of layers of each pool
-    logits      float32 (tokens, vocab_size): what the model itself computed for the tokens of the probe
+    Attributes
+    ----------
+    attention : list of AttentionLayer
+        Attention layers, in the order of the cache.
+    states : list of dict
+        Recurrent states of each cache layer: name -> (shape, dtype). Empty for a layer without states.
+    borrowed : dict
+        Modules that attend to the keys and values of another layer -> this layer.
+    groups : list of Group
+        Groups of layers. Each group has one block table.
+    shapes : list of (Shape, int)
+        Shape and number of layers of each pool.
+    logits : torch.Tensor
+        float32 (tokens, vocab_size): the model's own logits for the tokens of the probe.
     """
 
     attention: list[AttentionLayer]
@@ -65,13 +73,13 @@ class ModelLayout:
 
     @property
     def has_states(self) -> bool:
-        """Whether any layer has a recurrent state."""
+        """Return whether any layer has a recurrent state."""
         return any(self.states)
 
 
 @dataclass
 class Probe:
-    """What is seen of a forward: each store into the cache, and each call of the attention function."""
+    """Records of a forward: each store into the cache, and each call of the attention function."""
 
     stored: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     returned: dict[int, int] = field(default_factory=dict)  # address of the keys that a store returned -> its layer
@@ -82,7 +90,7 @@ class Probe:
     pending: int | None = None
 
 
-_probing = threading.local()  # `probe`: that of the forward which this thread looks at
+_probing = threading.local()  # `probe`: the records of the forward that this thread runs
 
 
 def probe_attention(
@@ -93,7 +101,7 @@ def probe_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attends as the model itself would, and notes for which layer and with which window."""
+    """Attend as the model itself would, and record the layer and its window."""
     probe: Probe = _probing.probe
     if attention_mask is None or attention_mask.data_ptr() not in probe.masks:
         raise Unsupported(f"{type(module).__name__} makes its mask itself, and pages need to know its window")
@@ -112,7 +120,7 @@ def probe_attention(
 
 
 def probe_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """The mask that eager attention takes, noted with its window."""
+    """Return the mask for eager attention, and record its window."""
     mask = eager_mask(*args, **kwargs)
     if mask is not None:
         _probing.probe.masks[mask.data_ptr()] = window_of(kwargs["mask_function"], kwargs.get("local_size"))
@@ -124,7 +132,7 @@ AttentionMaskInterface.register(PROBE, probe_mask)
 
 
 def window_of(mask: Callable[..., Any], local_size: int | None) -> int | None:
-    """The `window_left` of a causal mask; None for a full one. Raises Unsupported for any other mask."""
+    """Return `window_left` of a causal mask, or None without a window. Raises Unsupported for any other mask."""
     window = None if local_size is None else local_size - 1
     near = local_size or 64
     queries = [0, 1, near - 1, near, near + 1, 2 * near + near // 2, 7 * near + 3, FAR]
@@ -139,9 +147,9 @@ def window_of(mask: Callable[..., Any], local_size: int | None) -> int | None:
 
 
 def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
-    """Runs the model itself, eagerly, over tokens (1, n) and returns what it keeps of them.
+    """Run the model eagerly over tokens (1, n), and return the layout of the data that it stores.
 
-    Raises Unsupported, with the reason, for a model whose layers pages cannot serve.
+    Raises Unsupported, with the reason, if pages cannot store the data of a layer.
     """
     probe = Probe()
     cache = DynamicCache(config=model.config)
@@ -175,7 +183,7 @@ def read_layout(model: Any, hooks: Hooks, tokens: torch.Tensor) -> ModelLayout:
 
 
 def require_same_window(number: int, layer: Any, window: int | None) -> None:
-    """Raises Unsupported where the model's own cache forgets tokens that the layer's mask shows."""
+    """Raise Unsupported if the model's own cache drops tokens that the layer's mask includes."""
     size = getattr(layer, "sliding_window", None)
     if size is not None and window != size - 1:
         seen = "all tokens" if window is None else f"{window + 1} tokens"
@@ -183,7 +191,7 @@ def require_same_window(number: int, layer: Any, window: int | None) -> None:
 
 
 def states_of(layer: Any) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The recurrent states of one sequence in a layer of the cache."""
+    """Return the shape and dtype of each recurrent state of one sequence in a cache layer."""
     if not isinstance(layer, LinearAttentionCacheLayerMixin):
         if not isinstance(layer, (CacheLayerMixin, DummyLayer)):
             raise Unsupported(f"its cache has a {type(layer).__name__}")
@@ -197,7 +205,7 @@ def states_of(layer: Any) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def attention_layer(hooks: Hooks, probe: Probe, number: int) -> AttentionLayer:
-    """What a layer stores, and what its queries see."""
+    """Return the shape of a layer's keys and values, and the window of its queries."""
     keys, values = probe.stored[number]
     module = probe.modules.get(number)
     if module is None:
@@ -211,10 +219,10 @@ def attention_layer(hooks: Hooks, probe: Probe, number: int) -> AttentionLayer:
 
 
 def grouped(layers: list[AttentionLayer]) -> tuple[list[AttentionLayer], list[Group], list[tuple[Shape, int]]]:
-    """Layers with their groups, the groups, and the shape and the number of layers of each pool.
+    """Assign layers to groups. Return the layers, the groups, and the shape and number of layers of each pool.
 
-    A group has layers of one window and shape. All groups of a pool have about as many layers as its smallest kind,
-    since each of its blocks has room for the largest group.
+    The layers of a group have the same window and shape. A block of a pool has room for the largest group of the pool.
+    To waste little of it, no group is larger than the smallest set of layers with one window and shape.
     """
     kinds: dict[tuple[Shape, int | None], list[AttentionLayer]] = {}
     for layer in layers:

@@ -1,8 +1,8 @@
-"""Linear layers over weights that oneDNN has packed, for the forwards of a runner.
+"""Linear layers with weights that oneDNN has packed once, for the forwards of a runner.
 
-`F.linear` packs its weights anew in each call. oneDNN can pack them once, and layers with one input can be one layer:
-a decode step in bfloat16 then takes 0.64 to 0.78 of the time. In 16 bit neither changes a bit. That is checked for each
-shape. A layer with other bits stays as it is.
+`F.linear` packs its weights again in each call. oneDNN can pack them once, and layers with the same input can be fused.
+A decode step in bfloat16 then takes 0.64 to 0.78 of the time. In 16-bit dtypes the results are equal bit by bit. This
+is checked for each shape, and a layer with different results is not packed.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ __all__ = ["PackedLinears", "packs"]
 
 PACK = torch.ops.mkldnn._reorder_linear_weight
 RUN = torch.ops.mkldnn._linear_pointwise
-# With fewer rows than these, oneDNN is slower in float32 than `F.linear`: 0.8 times as fast for one row.
+# Smallest number of rows for packed weights. Below it oneDNN is slower in float32: 0.8 of the speed for one row.
 LEAST_ROWS = {torch.bfloat16: 0, torch.float32: 4}
 ROWS = (1, 3, 8, 17, 32, 100, 256)  # numbers of rows at which a shape is checked
-# In float32 oneDNN adds in another order than `F.linear`: largest difference, over the largest result.
+# Largest difference in float32, relative to the largest result. oneDNN adds in another order than `F.linear`.
 TOLERANCE = 1e-5
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes with weights of this dtype on this CPU faster than `F.linear` does."""
+    """Return whether packed weights of this dtype are faster on this CPU than `F.linear`."""
     if not torch.backends.mkldnn.is_available() or dtype not in LEAST_ROWS:
         return False
     return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class PackedLayer:
-    """Linear layers with one input, as one layer over packed weights.
+    """Linear layers with the same input, fused to one layer with packed weights.
 
-    linears  the layers, `torch.nn.Linear`
-    weights  their weights before they were packed; None once these were dropped
+    Attributes
+    ----------
+    linears : sequence of torch.nn.Linear
+        The layers.
+    weights : list of torch.nn.Parameter or None
+        The original weights of the layers, or None after `drop`.
     """
 
     def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
@@ -57,12 +61,12 @@ class PackedLayer:
         self._left = 0  # parts that no layer has returned yet
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        """The results of all layers, side by side."""
+        """Return the results of all layers, concatenated in the last dimension."""
         result: torch.Tensor = RUN(x, self._packed, self._bias, "none", [], "")
         return result
 
     def part(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """The result of one layer. The first layer that gets `x` computes the results of all layers."""
+        """Return the result of one layer. The first layer that gets `x` computes the results of all layers."""
         if self._input is not x:
             self._input, self._parts, self._left = x, self.run(x).split(self._sizes, -1), len(self._sizes)
         part = self._parts[place]
@@ -72,7 +76,7 @@ class PackedLayer:
         return part
 
     def forwards(self) -> Iterable[tuple[torch.nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]:
-        """Each layer with its forward over packed weights."""
+        """Yield each layer with its forward over packed weights."""
         for place, linear in enumerate(self.linears):
             yield linear, self._forward(place, linear)
 
@@ -84,7 +88,7 @@ class PackedLayer:
         return lambda x: F.linear(x, linear.weight, linear.bias) if x.numel() < least else part(x)
 
     def equals_linear(self) -> bool:
-        """Whether it computes what its layers compute: every bit in 16 bit, up to rounding in float32."""
+        """Return whether results equal `F.linear`: bit by bit in 16-bit dtypes, within TOLERANCE in float32."""
         linear = self.linears[0]
         random = torch.Generator().manual_seed(0)
         for rows in ROWS:
@@ -107,9 +111,9 @@ class PackedLayer:
                 raise RuntimeError("a weight was changed after the runner had packed it: make a new runner")
 
     def drop(self) -> None:
-        """Leave the layers without their weights, which other modules may still hold, until `restore`.
+        """Remove the weights from the layers until `restore`, to free their memory.
 
-        A call of such a layer from elsewhere raises RuntimeError: torch would compute with weights that are not there.
+        A direct call of such a layer raises RuntimeError, because torch would compute with missing weights.
         """
         for linear in self.linears:
             empty = torch.empty_like(linear.weight, device="meta")
@@ -118,7 +122,7 @@ class PackedLayer:
         self.weights = None
 
     def restore(self) -> None:
-        """Give the layers their weights back, if they were dropped."""
+        """Restore the weights of the layers if they were dropped."""
         if self.weights is None:
             for linear, weight in zip(self.linears, self.unpacked(), strict=True):
                 linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=linear.weight.requires_grad)
@@ -126,12 +130,12 @@ class PackedLayer:
             self.weights = [linear.weight for linear in self.linears]
 
     def unpacked(self) -> tuple[torch.Tensor, ...]:
-        """Copies of the weights, made from the packed ones."""
+        """Return copies of the weights, computed from the packed weights."""
         parts: tuple[torch.Tensor, ...] = self._packed.to_dense().split(self._sizes)
         return parts
 
     def use_huge_pages(self) -> None:
-        """Ask Linux to keep the packed weights in huge pages. It is the kernel's choice."""
+        """Ask Linux to keep the packed weights in huge pages. The kernel may ignore this."""
         begin = -(-torch.ops.mkldnn.data_ptr(self._packed) // HUGE_PAGE) * HUGE_PAGE
         size = torch.ops.mkldnn.data_ptr(self._packed) + torch.ops.mkldnn._nbytes(self._packed) - begin
         if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -141,7 +145,7 @@ class PackedLayer:
 
 
 def refuse(x: torch.Tensor) -> torch.Tensor:
-    """The forward of a layer without its weights."""
+    """Forward of a layer with dropped weights. Raises RuntimeError."""
     raise RuntimeError(
         "the weights of this model are packed for an engine or a runner: close it first, or make it with "
         "pack_weights=True, which keeps the model's own weights, or pack_weights=False"
@@ -149,19 +153,28 @@ def refuse(x: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(weight: torch.Tensor) -> int:
-    """How often a weight was written to; 0 for a tensor of inference mode, which does not count."""
+    """Return how often a weight was written to. 0 for inference tensors, which torch does not count."""
     return 0 if weight.is_inference() else weight._version
 
 
 class PackedLinears:
-    """The linear layers of a model that run over packed weights. All others stay as they are.
+    """The linear layers of a model that run with packed weights. All other layers are unchanged.
 
-    model   a model on the CPU, in evaluation mode
-    tokens  (1, n): the model runs once over them, to see which layers have one input
-    fuses   whether layers with one input become one layer
-    drops   whether layers leave their weights, until `close`; except weights that other modules hold or read
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model on the CPU, in evaluation mode.
+    tokens : torch.Tensor
+        int64 (1, n): the model runs once over these tokens, to find layers with the same input.
+    fuses : bool
+        Whether layers with the same input are fused.
+    drops : bool
+        Whether layers drop their weights until `close`. Weights that other modules hold or read are not dropped.
 
-    `forwards` has each layer with its forward.
+    Attributes
+    ----------
+    forwards : dict
+        Layer -> its forward over packed weights.
     """
 
     def __init__(self, model: torch.nn.Module, tokens: torch.Tensor, fuses: bool, drops: bool) -> None:
@@ -188,7 +201,7 @@ class PackedLinears:
         self.forwards = dict(pair for layer in self._layers for pair in layer.forwards())
 
     def weight_of(self, linear: torch.nn.Module) -> torch.Tensor:
-        """A copy of the weight of a packed layer, made from the packed one."""
+        """Return a copy of the weight of a packed layer, computed from the packed weight."""
         layer = next(layer for layer in self._layers if linear in layer.linears)
         return layer.unpacked()[list(layer.linears).index(linear)]
 
@@ -198,7 +211,7 @@ class PackedLinears:
             layer.require_unchanged()
 
     def close(self) -> None:
-        """Give all layers their weights back. May be called again."""
+        """Restore the weights of all layers. A second call does nothing."""
         with torch.inference_mode(False), torch.no_grad():
             while self._layers:
                 self._layers.pop().restore()
@@ -206,19 +219,21 @@ class PackedLinears:
 
 
 def weights_in_use(model: torch.nn.Module) -> set[int]:
-    """The ids of weights that belong to several modules, and of weights that latent attention reads itself."""
+    """Return ids of weights that several modules share, and of weights that latent attention reads directly."""
     found = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     latent = [module.kv_b_proj for module in model.modules() if hasattr(module, "kv_b_proj")]
     return {weight for weight, count in found.items() if count > 1} | {id(module.weight) for module in latent}
 
 
 def layers_by_input(model: torch.nn.Module, tokens: torch.Tensor) -> list[list[torch.nn.Linear]]:
-    """The linear layers that the model calls, in order; together those with one input, which nothing writes to
-    between their calls."""
+    """Return the linear layers that the model calls, in order, grouped by their input.
+
+    Layers are in one group only if the input is not written to between their calls.
+    """
     calls: list[tuple[torch.nn.Linear, torch.Tensor, int]] = []
 
     def note(linear: torch.nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
-        calls.append((linear, args[0], version_of(args[0])))  # it holds the input, so that no other has its id
+        calls.append((linear, args[0], version_of(args[0])))  # holding the input prevents reuse of its id
 
     handles = [linear.register_forward_pre_hook(note) for linear in model.modules() if can_be_packed(linear)]
     try:
@@ -239,7 +254,7 @@ def layers_by_input(model: torch.nn.Module, tokens: torch.Tensor) -> list[list[t
 
 
 def can_be_packed(module: torch.nn.Module) -> bool:
-    """Whether a module is `torch.nn.Linear` with a plain weight, and nothing has changed how it is called."""
+    """Return whether a module is `torch.nn.Linear` with a plain weight, without hooks or a replaced forward."""
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return False
     weight = module.weight

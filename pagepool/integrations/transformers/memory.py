@@ -1,4 +1,4 @@
-"""The pages and slots of states of a model, and the tables of a batch of its sequences."""
+"""ModelMemory: the pages and state slots of a model, and the block tables for a batch of its sequences."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pagepool.prefix.checkpoints import TOKEN_BYTES, StateCheckpoints
 
 __all__ = ["ModelMemory", "kv_layouts"]
 
-GRID = 256  # tokens from one state that is kept of a long prompt to the next
+GRID = 256  # distance in tokens between state checkpoints of a long prompt
 LEAST_CHECKPOINTS = 8
 
 
 def kv_layouts(layout: ModelLayout, block_size: int, dtype: Any) -> list[KvLayout]:
-    """What a block of each pool holds. Raises as `KvLayout`."""
+    """Return the `KvLayout` of each pool. Raises as `KvLayout`."""
     return [
         KvLayout(
             num_layers,
@@ -42,9 +42,14 @@ def kv_layouts(layout: ModelLayout, block_size: int, dtype: Any) -> list[KvLayou
 class ModelMemory:
     """The memory of one model.
 
-    pools   the `KvCachePool` of each group: layers of one shape share one, and all have one allocator
-    groups  a `KvGroup` for each set of layers with a block table; None for a single one without a window
-    states  its `SsmStatePool`, or None
+    Attributes
+    ----------
+    pools : tuple of KvCachePool
+        The pool of each group. Groups with the same shape share a pool, and all pools share one allocator.
+    groups : tuple of KvGroup or None
+        The groups of layers. Each has a block table. None if the model has at most one group, without a window.
+    states : SsmStatePool or None
+        The recurrent states.
     """
 
     def __init__(
@@ -70,9 +75,9 @@ class ModelMemory:
         self._tables = [BlockTables(max_sequences, 64) for _ in layout.groups]
 
     def sequence(self, label: int | None = None) -> Any:
-        """Returns a new sequence: a `PagedSeqState`, or a `HybridSequence` of a model with windows or states.
+        """Return a new sequence: a `PagedSeqState`, or a `HybridSequence` for a model with windows or states.
 
-        Raises PoolExhausted when no slot is free for its state.
+        Raises PoolExhausted if no state slot is free.
         """
         if self.groups is None and self.states is None:
             return PagedSeqState(self.pools[0].allocator, self._block_size, label=label)
@@ -81,11 +86,11 @@ class ModelMemory:
 
     @property
     def all_pools(self) -> list[KvCachePool]:
-        """Every pool of the allocator once, in the order in which they were made."""
+        """Every pool once, in the order of creation."""
         return list(self._pools)
 
     def new_checkpoints(self) -> StateCheckpoints | None:
-        """Copies of states, for a prefix cache: of as many as there are slots, but 8 at least. None without states."""
+        """Return state checkpoints for a prefix cache: as many as slots, but at least 8. None without states."""
         if self.states is None or self._state_layout is None:
             return None
         size = self._block_size
@@ -96,9 +101,9 @@ class ModelMemory:
         )
 
     def fill(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Tables]:
-        """The tables of each group, for a forward of the last `counts[i]` tokens of each sequence.
+        """Return the tables of each group for a forward over the last `counts[i]` tokens of each sequence.
 
-        They are valid until the next call.
+        The tables are valid until the next call.
         """
         found = []
         for group, tables in enumerate(self._tables):
@@ -112,7 +117,7 @@ class ModelMemory:
         return found
 
     def close(self) -> None:
-        """Frees the pages. Raises BufferError while views of them are held."""
+        """Free the pages. Raises BufferError while views of them exist."""
         self.views = []
         self.states = None
         self.pools = ()

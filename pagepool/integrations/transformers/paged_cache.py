@@ -1,4 +1,4 @@
-"""PagedCache: what transformers' `generate` hands from step to step, a sequence of pages for each row."""
+"""PagedCache: the cache object for transformers' `generate`, with a sequence of pages for each row."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pagepool.prefix.cache import PrefixCache
 
 __all__ = ["PagedCache"]
 
-KEPT = 256  # tokens that a sequence with windows can be cropped by, while `generate` tries drafts
+KEPT = 256  # number of tokens that can be cropped from a sequence with windows, for drafts in `generate`
 
 
 class Row:
-    """One row of a batch: its sequence, and its tokens, the ones of padding left out."""
+    """One row of a batch: its sequence, and its tokens without padding."""
 
     __slots__ = ("sequence", "tokens")
 
@@ -28,12 +28,12 @@ class Row:
         self.tokens = tokens
 
     def fork(self) -> Row:
-        """Another row with the same tokens, on the same pages."""
+        """Return a new row with the same tokens, on the same pages."""
         return Row(self.sequence.fork(), list(self.tokens))
 
 
 def says_something(value: Any) -> bool:
-    """Whether an argument of a forward is more than a name: not None, False or a dict of such."""
+    """Return whether an argument of a forward is set: not None, not False, and not a dict of such values."""
     return (
         any(map(says_something, value.values()))
         if isinstance(value, dict)
@@ -42,15 +42,18 @@ def says_something(value: Any) -> bool:
 
 
 class PagedCache(Cache):
-    """What transformers' `generate` keeps between its steps: rows of a batch, each with a sequence of pages.
+    """The cache of transformers' `generate`: rows of a batch, each with a sequence of pages.
 
-    runner        the `ModelRunner` whose memory it takes
-    prefix_cache  a `PrefixCache` over the runner's pool, or None: rows take blocks of it that nobody uses. Without
-                  windows and recurrent states they begin with the blocks that it has for their tokens, and `close`
-                  leaves it their full blocks
+    Padding takes no slots. Rows with equal tokens are computed once, and beams share blocks until their tokens differ.
+    `close` frees the memory, and so does garbage collection of the cache.
 
-    Padding takes no slots. Rows of equal tokens are computed once, and beams share blocks until they part. The memory
-    is given back by `close`, or when the cache is dropped.
+    Parameters
+    ----------
+    runner : ModelRunner
+        The runner that owns the memory.
+    prefix_cache : PrefixCache or None
+        A `PrefixCache` over the runner's pool. Its unused blocks are evicted if the rows need them. For models without
+        windows and recurrent states, rows reuse cached blocks of their tokens, and `close` caches their full blocks.
     """
 
     def __init__(self, runner: ModelRunner, prefix_cache: PrefixCache | None = None) -> None:
@@ -75,10 +78,31 @@ class PagedCache(Cache):
         use_cache: bool | None = True,
         **others: Any,
     ) -> CausalLMOutputWithPast:
-        """One forward of the model for `generate`: `logits` are those of the last `logits_to_keep` tokens, or of all.
+        """Run one forward of the model for `generate`.
 
-        Logits of padding are zeros. Raises ValueError for what pages cannot serve: padding that is not on the left,
-        positions that are not those of the tokens, embeddings and images, attention weights and hidden states.
+        Parameters
+        ----------
+        input_ids : torch.Tensor
+            int64 (batch, tokens): the new tokens of each row.
+        attention_mask : torch.Tensor or None
+            (batch, cached tokens + new tokens): 0 marks padding, which must be on the left.
+        position_ids : torch.Tensor or None
+            (batch, tokens), or (3, batch, tokens) for multimodal models. Must count up from 0 without the padding.
+        logits_to_keep : int
+            Number of last tokens to return logits for. 0: all tokens.
+        return_dict, use_cache
+            Ignored.
+
+        Returns
+        -------
+        CausalLMOutputWithPast
+            `logits` has the shape (batch, kept tokens, vocab_size). Logits of padding are zeros.
+
+        Raises
+        ------
+        ValueError
+            Padding is not on the left, positions do not match the tokens, or the call asks for embeddings, images,
+            attention weights or hidden states.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("generation over pages begins with input_ids, not with inputs_embeds")
@@ -105,7 +129,7 @@ class PagedCache(Cache):
         return CausalLMOutputWithPast(logits=out, cache=self)
 
     def _count_tokens(self, mask: torch.Tensor | None, batch: int, count: int) -> list[int]:
-        """How many of the new tokens of each row are no padding. ValueError unless all padding is on the left."""
+        """Return the number of new tokens of each row, without padding. ValueError unless padding is on the left."""
         if mask is None:
             return [count] * batch
         if tuple(mask.shape) != (batch, self._width + count):
@@ -121,7 +145,7 @@ class PagedCache(Cache):
         if positions is None:
             return
         starts = [row.sequence.len for row in self._rows] or [0] * len(counts)
-        for axis in positions if positions.ndim == 3 else [positions]:  # of time, height and width: equal for text
+        for axis in positions if positions.ndim == 3 else [positions]:  # time, height and width: equal for text
             for row, (start, own) in enumerate(zip(starts, counts, strict=True)):
                 of_row = axis[row if axis.shape[0] > 1 else 0, count - own :].tolist()
                 if of_row != list(range(start, start + own)):
@@ -131,7 +155,7 @@ class PagedCache(Cache):
                     )
 
     def _begin(self, tokens: list[list[int]], keep: list[int]) -> list[torch.Tensor]:
-        """The first forward: rows of equal tokens are computed once and forked."""
+        """Run the first forward. Rows with equal tokens are computed once and forked."""
         first: dict[tuple[int, ...], int] = {}
         places = [first.setdefault(tuple(row), len(first)) for row in tokens]
         firsts = [places.index(place) for place in range(len(first))]
@@ -143,7 +167,7 @@ class PagedCache(Cache):
         return [logits[place] for place in places]
 
     def _adopt(self, row: Row, tokens: list[int], keep: int) -> list[int]:
-        """Begins a row with what is cached of its first tokens, parts of a block included; returns what is left."""
+        """Start a row with its cached prefix, which may end within a block. Return the remaining tokens."""
         if self._prefix_cache is None or not self._shares:
             return tokens
         with self._prefix_cache.match_tokens(tokens[: len(tokens) - keep]) as match:
@@ -153,7 +177,7 @@ class PagedCache(Cache):
         return tokens[count:]
 
     def _step(self, rows: list[Row], tokens: list[list[int]], keep: list[int]) -> list[torch.Tensor]:
-        """Computes these tokens; returns for each row the logits of its last `keep` tokens."""
+        """Compute tokens. Return for each row the logits of its last `keep` tokens."""
         self._make_room(rows, tokens)
         fed = [number for number, new in enumerate(tokens) if new]
         try:
@@ -165,14 +189,14 @@ class PagedCache(Cache):
                 [keep[number] for number in fed],
             )
         except BaseException:
-            self.close()  # some rows have tokens that were not computed
+            self.close()  # some rows have slots for tokens without computed keys and values
             raise
         for row, new in zip(rows, tokens, strict=True):
             row.tokens += new
         return list(logits.split(keep))
 
     def _make_room(self, rows: list[Row], tokens: list[list[int]]) -> None:
-        """Evicts from the prefix cache what the new tokens need; each row may copy a shared block besides."""
+        """Evict the blocks that the new tokens need, and one more per row, which may have to copy a shared block."""
         if self._prefix_cache is None:
             return
         size, allocator = self._prefix_cache.block_size, self._prefix_cache.allocator
@@ -184,7 +208,7 @@ class PagedCache(Cache):
             self._prefix_cache.evict(short)
 
     def _take(self, indices: list[int]) -> None:
-        """Makes row i the one that was `indices[i]`: rows that nobody wants are closed, others forked."""
+        """Replace row i by row `indices[i]`. Rows that occur more than once are forked, and unused rows are closed."""
         rows = self._rows
         for number in set(range(len(rows))) - set(indices):
             rows[number].sequence.close()
@@ -195,7 +219,7 @@ class PagedCache(Cache):
             taken.add(number)
 
     def close(self) -> None:
-        """Gives the memory back, and leaves full blocks to the prefix cache. A second call does nothing."""
+        """Cache full blocks in the prefix cache and free the rest. A second call does nothing."""
         rows, self._rows = self._rows, []
         for row in rows:
             if self._prefix_cache is not None and self._shares:
@@ -203,22 +227,22 @@ class PagedCache(Cache):
             row.sequence.close()
 
     def reset(self) -> None:
-        """Closes the cache, for another batch."""
+        """Close all rows, so that the cache can be used for another batch."""
         self.close()
         self._width = 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i goes on with what row `beam_idx[i]` has; beams share blocks until they part."""
+        """Replace row i by row `beam_idx[i]`. Beams share blocks until their tokens differ."""
         self._take(beam_idx.tolist())
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row becomes `repeats` rows."""
+        """Replace each row by `repeats` rows with the same tokens."""
         self._take([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last `-tokens_to_remove` tokens back, which drafts were. ValueError for a number above 0."""
+        """Remove the last `-tokens_to_remove` tokens of each row, which were drafts. ValueError if positive."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove must be 0 or less, not {tokens_to_remove}")
         if not tokens_to_remove:
@@ -229,26 +253,26 @@ class PagedCache(Cache):
         self._width += tokens_to_remove
 
     def activate_past_recording(self, keep: int = KEPT) -> None:
-        """From now on the last 256 tokens can be cropped, where windows would have given their blocks back."""
+        """Keep the blocks of the last `keep` tokens, even outside of the window, so that `crop` works for them."""
         self._keep = keep
         for row in self._rows:
             if isinstance(row.sequence, HybridSequence):
                 row.sequence.keep = keep
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens of each row, padding included."""
+        """Return the number of tokens of each row, including padding."""
         return self._width
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No maximum."""
+        """Return -1: the length is unlimited."""
         return -1
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` works: recurrent states cannot be cut back."""
+        """Whether `crop` works. Recurrent states cannot be cropped."""
         return self._runner.states is None
 
     @property
     def is_linear(self) -> list[bool]:
-        """Of one layer that stands for all: it has a length, which `generate` asks for."""
+        """One entry that represents all layers: False, because the cache has a length, which `generate` asks for."""
         return [False]

@@ -14,24 +14,37 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class ModelError(ValueError):
-    """A directory has no model that can be loaded."""
+    """The directory does not contain a model that can be loaded."""
 
 
 def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, Any]:
-    """Return the causal LM of a directory, in evaluation mode on the CPU, and its tokenizer. Nothing is downloaded.
+    """Load a causal language model and its tokenizer from a directory. Nothing is downloaded.
 
-    directory  has config.json, weights in safetensors and a tokenizer, as `save_pretrained` writes them
-    dtype      of the weights: "float32", "bfloat16", "float16" or "auto", that of the file, but float32 for float16,
-               with which CPUs compute slowly
+    Parameters
+    ----------
+    directory : path
+        Directory with config.json, weights in safetensors and a tokenizer, as `save_pretrained` writes them.
+    dtype : {"auto", "float32", "bfloat16", "float16"}
+        Dtype of the weights. "auto": the dtype in the file, but float32 for a file in float16, because CPUs compute
+        slowly in float16.
 
-    Raises `ModelError` with one sentence where something is missing, cut off or not known to transformers, and
-    ImportError without torch and transformers.
+    Returns
+    -------
+    tuple of (PreTrainedModel, PreTrainedTokenizerBase)
+        The model, in evaluation mode on the CPU, and the tokenizer.
+
+    Raises
+    ------
+    ModelError
+        A file is missing, truncated or not supported by transformers. The message is one sentence.
+    ImportError
+        torch or transformers is not installed.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     folder = Path(directory)
     config = _read_config(folder)
-    import_module("torch")  # transformers is there without it, and says less of what is missing
+    import_module("torch")  # transformers can be imported without torch, and its later error is less clear
     transformers = import_module("transformers")
     if dtype == "auto" and str(config.get("dtype", config.get("torch_dtype"))) == "float16":
         dtype = "float32"
@@ -42,7 +55,7 @@ def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, An
             folder, dtype=dtype, local_files_only=True, output_loading_info=True
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of safetensors, tokenizers, transformers and torch: each has its own
+    except Exception as error:  # safetensors, tokenizers, transformers and torch have different error types
         raise ModelError(f"{folder}: cannot be loaded: {_first_line(error)}") from error
     if found["missing_keys"]:
         names = sorted(found["missing_keys"])
@@ -51,7 +64,7 @@ def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, An
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The contents of config.json. Raises `ModelError` for a folder that can have no model."""
+    """Return the contents of config.json. Raises `ModelError` if the directory cannot contain a model."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: there is no such directory")
     try:

@@ -1,4 +1,4 @@
-"""Mamba-2's recurrence over the slots of the running step, in place of the functions that transformers has for it."""
+"""Mamba-2's recurrence in the slots of the running step. It replaces the functions of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagepool.integrations.transformers.step import current_step
 __all__ = ["forward_in_place"]
 
 STEP, SCAN = "mamba2_selective_state_update", "mamba2_chunk_scan"
-CHUNK = 128  # tokens; in longer chunks the products within a chunk, quadratic in it, take most of the time
+CHUNK = 128  # largest chunk in tokens: the cost of the products within a chunk is quadratic in its length
 
 
 def step_in_place(
@@ -29,13 +29,24 @@ def step_in_place(
     z: torch.Tensor | None = None,
     **ignored: Any,
 ) -> torch.Tensor:
-    """One token of each sequence, as `mamba2_selective_state_update`, whose arguments these are; dt_softplus is True.
+    """Update the states by one token of each sequence, as `mamba2_selective_state_update` with dt_softplus=True.
 
-    states         float32 (slots, heads, head_dim, state_size): those of all slots of the pool
-    hidden_states  float32 (sequences, heads, head_dim)
+    transformers allocates several tensors of the size of all states. This function updates the states of one sequence
+    after another in place, while they are in the CPU's cache. It computes the decay once per head, not per element.
 
-    transformers makes several tensors of the size of all states. Here the states of each sequence are updated in place,
-    while they are in the CPU's cache, and a head's decay is computed once, not for each of its elements.
+    Parameters
+    ----------
+    states : torch.Tensor
+        float32 (slots, heads, head_dim, state_size): the states of all slots of the pool. Updated in place.
+    hidden_states : torch.Tensor
+        float32 (sequences, heads, head_dim).
+    dt, A, B, C, D, dt_bias, z
+        As in `mamba2_selective_state_update`.
+
+    Returns
+    -------
+    torch.Tensor
+        float32 (sequences, heads, head_dim).
     """
     heads = hidden_states.shape[1]
     dt = F.softplus(dt[..., 0] + dt_bias[:, 0])
@@ -52,7 +63,7 @@ def step_in_place(
 
 
 def forward_in_place(module: Any) -> MethodType | None:
-    """The forward of a Mamba-2 mixer in float32 that steps in place; None for any other module."""
+    """Return a forward that updates states in place for a Mamba-2 mixer in float32, or None for any other module."""
     forward = inspect.unwrap(type(module).forward)
     if not isinstance(forward, FunctionType) or STEP not in forward.__code__.co_names or "forward" in vars(module):
         return None

@@ -1,4 +1,4 @@
-"""ModelRunner: a causal language model of transformers whose layers read and write pages and slots of states."""
+"""ModelRunner: runs a causal language model of transformers with pages and slots of recurrent states."""
 
 from __future__ import annotations
 
@@ -29,48 +29,63 @@ from pagepool.scheduling.scheduler import Scheduler
 
 __all__ = ["ModelRunner"]
 
-DEFAULT_LENGTH = 2048  # tokens that a pool of no given size has room for, of each sequence
-STATE_TOKENS = 65_536  # the same of a prefix cache for a model without attention, whose blocks hold nothing
+DEFAULT_LENGTH = 2048  # capacity of the default pool, in tokens per sequence
+STATE_TOKENS = 65_536  # capacity of a prefix cache for a model without attention, in tokens per sequence
 
 
 class ModelRunner:
-    """A causal language model of transformers, on the CPU, whose layers keep what they keep in pagepool's memory.
+    """Runs a causal language model of transformers on the CPU, with keys, values and states in pagepool's memory.
 
-    To see what the model keeps, and that it computes the same over pages, it is run over about a dozen random tokens
-    five times, with recurrent states up to a dozen times, in float32. The model itself is not changed: outside of `run`
-    it behaves as before.
-
-    `length_limit` is the longest sequence that `run` takes, or None. Beyond it models with a `rope_type` of "dynamic"
-    or "longrope" would compute other keys for tokens that are stored already.
-
-    `model`, `pool` (a `KvCachePool`, or None for a model without attention), `pools` (the pool of each group),
-    `groups` (a tuple of `KvGroup`, or None where one block table does), `states` (an `SsmStatePool` or None),
-    `checkpoints` (`StateCheckpoints` of them, once a scheduler has a prefix cache, or None), `block_size`,
-    `vocab_size`, and `max_model_len`, the longest sequence that the model was made for, or None, are attributes.
-
-    Raises ValueError, with the name of the class and the reason, for a model that cannot run over pages, and for sizes
-    out of range; TypeError for what is no model.
+    The constructor runs the model over about a dozen random tokens in float32, to detect the data that it stores and to
+    check that it computes the same logits over pages. This takes five forwards, or up to a dozen with recurrent states.
+    The model is not changed: outside of `run` it behaves as before.
 
     Parameters
     ----------
-    model
-        A `PreTrainedModel` that can generate, in eval mode.
-    pool_bytes
-        Bytes of the pages; or.
-    num_blocks
-        How many blocks there are. Without either there is room for `max_sequences` of 2,048 tokens, or of the
-        model's own maximum where that is less; pages that are never used take no memory.
-    dtype
-        Of the pages, as in `KvLayout`; by default that of the model's keys.
-    block_size
+    model : PreTrainedModel
+        A model that can generate, in evaluation mode.
+    pool_bytes : int or None
+        Size of all pages in bytes. Excludes `num_blocks`.
+    num_blocks : int or None
+        Number of blocks. If both are None, the pool has room for `max_sequences` sequences of 2,048 tokens, or of
+        `max_model_len` tokens if this is less. Pages that are never used take no memory.
+    dtype : dtype or None
+        Dtype of the pages, as in `KvLayout`. None: the dtype of the model.
+    block_size : int
         Tokens per block.
-    max_sequences
-        How many sequences may run at a time: as many recurrent states there are.
+    max_sequences : int
+        Largest number of running sequences, which is also the number of recurrent states.
     pack_weights : bool or str
-        Whether linear layers run over weights that oneDNN has packed, and layers with one input as one layer. True:
-        beside their own weights, which takes the memory of the weights twice. "only": instead of their own weights,
-        which come back at `close`; until then the model runs in this runner alone. "auto": "only" for a model in
-        bfloat16 on a CPU with instructions for it, else False.
+        Whether linear layers use weights that oneDNN has packed, with layers of the same input fused. True: the model
+        keeps its own weights, so weights take twice the memory. "only": the packed weights replace the model's weights
+        until `close`, and until then the model runs only in this runner. "auto": "only" for a model in bfloat16 on a
+        CPU with bfloat16 instructions, otherwise False.
+
+    Attributes
+    ----------
+    model : PreTrainedModel
+        The model.
+    block_size : int
+        Tokens per block.
+    max_sequences : int
+        Largest number of running sequences.
+    vocab_size : int
+        Number of logits per token.
+    max_model_len : int or None
+        Longest sequence that the model was made for, in tokens.
+    length_limit : int or None
+        Longest sequence that `run` accepts, in tokens. Models with a `rope_type` of "dynamic" or "longrope" change
+        their rotary embeddings beyond this length, which invalidates the stored keys.
+    checkpoints : StateCheckpoints or None
+        Copies of recurrent states. None until `scheduler` is called with a prefix cache.
+
+    Raises
+    ------
+    TypeError
+        `model` is not a `PreTrainedModel`.
+    ValueError
+        The model cannot run over pages, or a size is out of range. The message has the class of the model and the
+        reason.
 
     Examples
     --------
@@ -139,34 +154,39 @@ class ModelRunner:
 
     @property
     def pool(self) -> KvCachePool | None:
-        """The pool of keys and values, the first where there are several; None for a model without attention."""
+        """The pool of keys and values, or the first one if there are several. None for a model without attention."""
         return self.pools[0] if self.pools else None
 
     @property
     def groups(self) -> tuple[KvGroup, ...] | None:
-        """The groups of layers with a block table each; None where there is one, of full attention, or none."""
+        """The groups of layers, each with a block table. None if there is at most one group, without a window."""
         return self._memory.groups
 
     @property
     def pools(self) -> tuple[KvCachePool, ...]:
-        """The pool of each group: one for all layers that store keys and values of one shape."""
+        """The pool of each group. Groups with keys and values of the same shape share one pool."""
         return self._memory.pools
 
     @property
     def states(self) -> SsmStatePool | None:
-        """The pool of recurrent states, None for a model without."""
+        """The pool of recurrent states. None for a model without recurrent states."""
         return self._memory.states
 
     def scheduler(self, config: SchedulerConfig | None = None, prefix_cache: PrefixCache | None = None) -> Scheduler:
-        """Returns a `Scheduler` over the runner's memory, whose batches `run` takes.
-
-        Raises ValueError for a config with drafted tokens, and as `Scheduler`.
+        """Return a `Scheduler` over the runner's memory. Pass its batches to `run`.
 
         Parameters
         ----------
-        prefix_cache
-            One of `new_prefix_cache`, or None. Recurrent states are then kept in `checkpoints`, for all schedulers
-            of this runner.
+        config : SchedulerConfig or None
+            Limits of the scheduler. None: `SchedulerConfig()`.
+        prefix_cache : PrefixCache or None
+            A cache from `new_prefix_cache`. With a cache, recurrent states are saved in `checkpoints`, which all
+            schedulers of this runner share.
+
+        Raises
+        ------
+        ValueError
+            The config has a lookahead for drafted tokens, or `Scheduler` refuses an argument.
         """
         config = SchedulerConfig() if config is None else config
         if config.lookahead:
@@ -182,7 +202,7 @@ class ModelRunner:
         return Scheduler(config, pool, prefix_cache, groups=self.groups, states=self.states, checkpoints=checkpoints)
 
     def open_store(self, path: str | Path, max_bytes: int, weights: str | None = None) -> PrefixStore:
-        """Returns a `PrefixStore` for the pages of this model. The caller closes it.
+        """Return a `PrefixStore` for the pages of this model. The caller closes it.
 
         Parameters
         ----------
@@ -203,7 +223,7 @@ class ModelRunner:
         return PrefixStore(path, self.fingerprint(weights), max_bytes)
 
     def fingerprint(self, weights: str | None = None) -> Fingerprint:
-        """Returns what the pages of this model depend on, for stores and sessions.
+        """Return the fingerprint of this model's pages, for stores and sessions.
 
         Parameters
         ----------
@@ -222,17 +242,17 @@ class ModelRunner:
         return model_fingerprint(self.model, self._memory.all_pools, self.block_size, weights, packed)
 
     def new_prefix_cache(self, max_events: int = 0, store: PrefixStore | None = None) -> PrefixCache:
-        """Returns a new `PrefixCache` over the pool.
+        """Return a new `PrefixCache` over the pool.
 
-        For a model without attention it has blocks of its own, which hold nothing: they say which tokens were seen, and
-        `checkpoints` has the states.
+        For a model without attention, the cache has a separate allocator of empty blocks. They record which prefixes
+        were computed, and `checkpoints` holds the states.
 
         Parameters
         ----------
-        max_events
+        max_events : int
             As in `PrefixCache`.
-        store
-            A store of `open_store`, or None.
+        store : PrefixStore or None
+            A store from `open_store`.
         """
         allocator = None if self.pool is None else self.pool.allocator
         if allocator is None:
@@ -240,33 +260,45 @@ class ModelRunner:
         return PrefixCache(allocator, block_size=self.block_size, max_events=max_events, store=store)
 
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Runs the step of a scheduler; returns the logits of the sequences that want a token.
+        """Run one step of a scheduler.
 
-        Returns float32 (sequences whose `wants_token` is True, vocab_size), in the order of the batch. One call runs at
-        a time; another thread's waits. Batches of a model with recurrent states must be run once each.
+        Calls from several threads run one after another. For a model with recurrent states, each batch must be run
+        exactly once, because a run changes the states.
 
         Parameters
         ----------
-        batch
-            What `schedule` returned, of a scheduler that `scheduler` made.
+        batch : ScheduledBatch
+            Result of `schedule` of a scheduler that `scheduler` returned.
+
+        Returns
+        -------
+        torch.Tensor
+            float32 (n, vocab_size): logits of the n sequences with a true `wants_token`, in the order of the batch.
         """
         keep = [int(wants) for wants in batch.wants_token]
         return self.forward(batch.tokens, batch.states, keep)
 
     def forward(self, tokens: Sequence[Sequence[int]], sequences: Sequence[Any], keep: Sequence[int]) -> torch.Tensor:
-        """Runs the last tokens of sequences and stores what the model keeps of them.
-
-        Returns float32 (sum of keep, vocab_size), sequence after sequence. Raises ValueError for a sequence beyond
-        `length_limit`; then nothing is stored.
+        """Run the last tokens of sequences, and store their keys, values and states.
 
         Parameters
         ----------
-        tokens
-            For each sequence the ids of its last tokens, which have slots and are not computed yet.
-        sequences
+        tokens : sequence of sequence of int
+            For each sequence, the ids of its last tokens. They have slots and are not computed yet.
+        sequences : sequence
             As `ScheduledBatch.states`.
-        keep
-            For each sequence of how many of its last tokens logits are wanted.
+        keep : sequence of int
+            For each sequence, the number of last tokens to return logits for.
+
+        Returns
+        -------
+        torch.Tensor
+            float32 (sum of keep, vocab_size): logits, sequence after sequence.
+
+        Raises
+        ------
+        ValueError
+            A sequence is longer than `length_limit`. Nothing is stored.
         """
         longest = max((sequence.len for sequence in sequences), default=0)
         if self.length_limit is not None and longest > self.length_limit:
@@ -278,16 +310,16 @@ class ModelRunner:
             return self._paged_forward(self._memory, tokens, sequences, keep)
 
     def new_sequence(self, label: int | None = None) -> Any:
-        """Returns a new sequence for `forward`: a `PagedSeqState`, or a `HybridSequence` for windows or states.
+        """Return a new sequence for `forward`: a `PagedSeqState`, or a `HybridSequence` for windows or states.
 
-        The caller appends tokens to it and closes it. Raises PoolExhausted when no slot is free for its state.
+        The caller appends tokens to it and closes it. Raises PoolExhausted if no state slot is free.
         """
         return self._memory.sequence(label)
 
     def close(self) -> None:
-        """Frees the memory, and gives the model weights back that only the runner had.
+        """Free the memory, and restore weights of the model that the runner has replaced.
 
-        Raises BufferError while views of the pages are held.
+        Raises BufferError while views of the pages exist.
         """
         self.checkpoints = None
         self._memory.close()
@@ -297,7 +329,7 @@ class ModelRunner:
 
 
 def rope_limit(config: Any) -> int | None:
-    """The length up to which rotary embeddings do not depend on how long a sequence is; None for any length."""
+    """Return the longest sequence for which rotary embeddings do not depend on its length; None if unlimited."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(kind for kind in parameters.values() if isinstance(kind, dict))]
     limits = [

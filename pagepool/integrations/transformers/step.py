@@ -1,4 +1,4 @@
-"""One forward of a model over pages: what its cache layers and its attention function share while it runs."""
+"""Step: the state that the cache layers and the attention function of a model share during one forward over pages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,26 @@ __all__ = ["AttentionLayer", "Shape", "Step", "Tables", "current_step", "running
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """Where the keys and values of one layer of a model lie, and which of them a query sees.
+    """The location of one attention layer's keys and values in the pools, and its window.
 
-    cache_layer   its number in transformers' cache
-    group         the number of its `KvGroup`
-    pool_layer    its layer in the blocks of that group
-    window        how many tokens to its left a query sees, as `window_left` of `decode`; None: all
-    latent        whether it stores latents, as multi-head latent attention does, and not keys and values
+    Attributes
+    ----------
+    cache_layer : int
+        Index of the layer in transformers' cache.
+    num_kv_heads : int
+        Number of heads of keys and values.
+    head_dim : int
+        Elements per head of a key.
+    v_head_dim : int
+        Elements per head of a value.
+    window : int or None
+        Number of tokens to the left that a query sees, as `window_left` of `decode`. None: all tokens.
+    latent : bool
+        Whether the layer stores latents of multi-head latent attention (MLA) instead of keys and values.
+    group : int
+        Index of the layer's `KvGroup`.
+    pool_layer : int
+        Index of the layer within a block of the group.
     """
 
     cache_layer: int
@@ -38,12 +51,12 @@ class AttentionLayer:
 
     @property
     def shape(self) -> Shape:
-        """What it stores of a token; layers of one shape may share a pool."""
+        """Shape of the stored data per token. Layers with equal shapes can share a pool."""
         return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, self.latent)
 
 
 class Shape(NamedTuple):
-    """What a layer stores of a token."""
+    """Shape of the data that a layer stores per token."""
 
     num_kv_heads: int
     head_dim: int
@@ -52,7 +65,7 @@ class Shape(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The block tables of a forward in one group, as `BlockTables` has them."""
+    """The block tables of one group for a forward, in the format of `BlockTables`."""
 
     block_tables: Any
     seq_lens: Any
@@ -61,13 +74,20 @@ class Tables(NamedTuple):
 
 
 class Step:
-    """The memory of one forward: tables of each group, and the layer that has stored and not attended yet.
+    """The memory of one forward: pools, tables and slots, and the layer that has stored but not attended yet.
 
-    pools     the pool of each group
-    tables    the `Tables` of each group
-    seen      the most tokens that a sequence of this forward had before
-    borrowed  modules that attend to keys and values of another layer, with that layer
-    slots     of each sequence the slot of its recurrent states, if it has any
+    Parameters
+    ----------
+    pools : sequence of KvCachePool
+        The pool of each group.
+    tables : sequence of Tables
+        The block tables of each group.
+    seen : int
+        Largest number of earlier tokens of any sequence in this forward.
+    borrowed : mapping
+        Modules that attend to the keys and values of another layer -> this layer.
+    slots : sequence of int
+        State slot of each sequence. Empty for a model without recurrent states.
     """
 
     __slots__ = ("borrowed", "pending", "pools", "seen", "slots", "tables", "threads")
@@ -89,7 +109,7 @@ class Step:
         self.threads = torch.get_num_threads()
 
     def append(self, layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Stores keys and values, (batch, heads, tokens, dims) each, of this forward's tokens."""
+        """Store keys and values of this forward's tokens, each (batch, heads, tokens, dims)."""
         pool, slots = self.pools[layer.group], self.tables[layer.group].slot_mapping
         if layer.latent:
             pool.append(layer.pool_layer, slots, stored_as(pool, by_token(torch.cat((keys, values), -1))))
@@ -106,7 +126,7 @@ class Step:
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends with queries (batch, heads, tokens, dims); returns (batch, tokens, heads, dims of values)."""
+        """Attend with queries (batch, heads, tokens, dims). Return (batch, tokens, heads, dims of values)."""
         layer, self.pending = self.pending or self.borrowed[module], None
         pool, tables = self.pools[layer.group], self.tables[layer.group]
         batch, heads, count, _ = query.shape
@@ -134,14 +154,14 @@ class Step:
 
 
 def stored_as(pool: KvCachePool, rows: torch.Tensor) -> torch.Tensor:
-    """Rows as pages of this dtype take them: as they are, or in float32."""
-    if rows.stride(-1) != 1:  # as `append` wants it
+    """Return rows in the dtype of the pool, or else in float32, from which `append` converts."""
+    if rows.stride(-1) != 1:  # `append` needs contiguous elements
         rows = rows.contiguous()
     return rows if str(rows.dtype) == f"torch.{pool.dtype}" else rows.float()
 
 
 def by_token(rows: torch.Tensor) -> torch.Tensor:
-    """(batch, heads, tokens, dims) as (batch * tokens, heads, dims); a view for a batch of one."""
+    """Reshape (batch, heads, tokens, dims) to (batch * tokens, heads, dims). Returns a view if batch is 1."""
     batch, heads, count, dims = rows.shape
     if batch == 1:
         return rows[0].transpose(0, 1)
@@ -149,19 +169,19 @@ def by_token(rows: torch.Tensor) -> torch.Tensor:
 
 
 def absorbed(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """Queries of multi-head latent attention, with the projection of keys taken in: they meet the latents as stored."""
+    """Multiply queries by the key projection (weight absorption of MLA), so that they attend to stored latents."""
     nope = module.qk_nope_head_dim
     return torch.cat((torch.matmul(query[..., :nope], projection(module)[:, :nope]), query[..., nope:]), -1)
 
 
 def expanded(module: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Results over latents, (tokens, heads, rank), as results over values, (tokens, heads, dims)."""
+    """Project results over latents (tokens, heads, rank) to results over values (tokens, heads, dims)."""
     values = projection(module)[:, module.qk_nope_head_dim :]
     return torch.matmul(latents.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1).contiguous()
 
 
 def projection(module: Any) -> torch.Tensor:
-    """The weights that make keys and values of latents, (heads, dims of a key and a value, rank)."""
+    """Return the weights that project latents to keys and values, (heads, dims of key + dims of value, rank)."""
     weight: torch.Tensor = module.kv_b_proj.weight
     return weight.view(module.num_heads, module.qk_nope_head_dim + module.v_head_dim, module.kv_lora_rank)
 
@@ -170,7 +190,7 @@ _running = threading.local()
 
 
 def current_step() -> Step:
-    """The step of the forward that this thread runs. Raises RuntimeError when it runs none over pages."""
+    """Return the step of this thread's running forward. Raises RuntimeError without a running forward over pages."""
     step: Step | None = getattr(_running, "step", None)
     if step is None:
         raise RuntimeError("another thread runs this model over pages: one forward of a model at a time")
@@ -179,7 +199,7 @@ def current_step() -> Step:
 
 @contextmanager
 def running(step: Step) -> Iterator[None]:
-    """Within, `current_step` of this thread is `step`."""
+    """Context manager in which `current_step` of this thread returns `step`."""
     outer = getattr(_running, "step", None)
     _running.step = step
     try:

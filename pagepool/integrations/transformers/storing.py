@@ -1,4 +1,4 @@
-"""The fingerprint of a model of transformers, for a store of its pages."""
+"""Fingerprint of a transformers model, for stores and sessions of its pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
 
 __all__ = ["digest_of_weights", "model_fingerprint"]
 
-NOT_OF_PAGES = ("_name_or_path", "transformers_version", "architectures")  # of a config: what pages do not depend on
+NOT_OF_PAGES = ("_name_or_path", "transformers_version", "architectures")  # config keys that do not affect pages
 
 
 def model_fingerprint(
@@ -27,11 +27,21 @@ def model_fingerprint(
 ) -> Fingerprint:
     """Return the fingerprint of a model's pages.
 
-    Has the class of the model, its whole config, with RoPE and quantisation, the dtype of its weights and the
+    It includes the class of the model, its config, with RoPE and quantisation, the dtype of its weights and the
     arithmetic of attention.
 
-    weights  a digest of its weights; None: `digest_of_weights`, which takes about 1 s per GB
-    packed   linear layers of the model, which may have dropped their weights
+    Parameters
+    ----------
+    model : PreTrainedModel
+        The model.
+    pools : iterable of KvCachePool
+        The pools of its pages.
+    block_size : int
+        Tokens per block.
+    weights : str or None
+        Digest of the weights. None: `digest_of_weights`, which takes about 1 s per GB.
+    packed : PackedLinears or None
+        Packed linear layers of the model, which may have dropped their weights.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_PAGES}
     return fingerprint_of(
@@ -48,7 +58,7 @@ def model_fingerprint(
 def digest_of_weights(model: Any, packed: PackedLinears | None = None) -> str:
     """Return a digest of all bytes of a model's parameters and buffers, with their names, dtypes and shapes.
 
-    packed  linear layers of the model, which may have dropped their weights
+    Weights that the layers in `packed` have dropped are computed from the packed weights.
     """
     found = blake2b(digest_size=16)
     for name, tensor in sorted(model.state_dict().items()):

@@ -1,4 +1,4 @@
-"""Whether a model can run over pages: what it keeps, and whether it computes the same there."""
+"""Checks whether a model can run over pages: detects the data that it stores, and compares its logits."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ __all__ = ["pack_linears", "try_out"]
 
 logger = logging.getLogger("pagepool")
 
-LENGTHS = (14, 9)  # tokens of the sequences with which a model is tried
-CHUNKS = (9, 8)  # of these the first ones, which are run before the others
-# What a model is told to have seen before the second chunk. Logits that depend on it would be wrong in a batch, where
-# sequences have seen different numbers of tokens.
+LENGTHS = (14, 9)  # number of tokens of each test sequence
+CHUNKS = (9, 8)  # number of tokens in the first chunk of each test sequence
+# Number of earlier tokens that is passed to the model with the second chunk. Logits must not depend on it, because the
+# sequences of a batch have different numbers of earlier tokens.
 SEEN = 100_000
 SEEDS = (0, 1)
-# How far logits may be off by rounding, as a share of the largest: that of sums in another order, in float32.
+# Largest difference of logits in float32, relative to the largest logit. Sums in another order round differently.
 TOLERANCE = 3e-4
 HALVES = (torch.float16, torch.bfloat16)
-# The same in 16 bit, where weights cannot be widened: families of tests/models are off by up to 0.06, and a mask or a
-# position that is wrong moves logits by their own size.
+# The same for 16-bit weights that cannot be converted to float32. Models in tests/models differ by up to 0.06. A wrong
+# mask or position changes logits by about their own size.
 TOLERANCE_OF_HALVES = 0.1
 
 
 class InFloat32(TorchFunctionMode):
-    """Within, torch computes in float32 what it would compute in a dtype of 16 bit, whose rounding hides mistakes.
+    """Context manager in which torch computes in float32 instead of 16-bit dtypes. Their rounding would hide errors.
 
-    Weights are widened where they are used, one at a time.
+    Weights are converted when they are used, one after another.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function of torch with tensors and dtypes of 16 bit widened."""
-        if getattr(func, "__name__", None) == "__get__":  # an attribute: no weight need be widened to be asked for it
+        """Call a torch function with all 16-bit tensors and dtypes converted to float32."""
+        if getattr(func, "__name__", None) == "__get__":  # reading an attribute needs no conversion of the weight
             return wide_dtype(func(*args))
         args, kwargs = tree_map_only(torch.Tensor, wide, (args, kwargs or {}))
         args, kwargs = tree_map_only(torch.dtype, wide_dtype, (args, kwargs))
@@ -52,19 +52,20 @@ class InFloat32(TorchFunctionMode):
 
 
 def wide_dtype(found: Any) -> Any:
-    """float32 for a dtype of 16 bit; anything else as it is."""
+    """Return float32 for a 16-bit dtype, and any other object unchanged."""
     return torch.float32 if isinstance(found, torch.dtype) and found in HALVES else found
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of 16 bit in float32; any other as it is."""
+    """Return a 16-bit tensor in float32, and any other tensor unchanged."""
     return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def try_out(model: Any) -> PagedForward:
-    """Returns the forward of a model over pages, after it has given the model's own logits for a few random tokens.
+    """Return the forward of a model over pages, after comparing it with the model's own logits for random tokens.
 
-    Raises TypeError for what is no model, ValueError with the name of its class and the reason when it cannot run.
+    Raises TypeError if `model` is not a `PreTrainedModel`. Raises ValueError, with the name of its class and the
+    reason, if it cannot run over pages.
     """
     require_causal_lm(model)
     try:
@@ -72,13 +73,13 @@ def try_out(model: Any) -> PagedForward:
             return compared(model)
     except Unsupported as error:
         raise ValueError(f"{type(model).__name__} cannot run over pages: {error}") from error
-    except Exception as error:  # whatever the code of a model raises that is not run as it expects
+    except Exception as error:  # a model's code can raise any exception
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{type(model).__name__} cannot run over pages: its forward raised {reason}") from error
 
 
 def require_causal_lm(model: Any) -> None:
-    """Raises TypeError, or ValueError with the reason, for what can be no causal language model on the CPU."""
+    """Raise TypeError, or ValueError with the reason, unless `model` can be a causal language model on the CPU."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a PreTrainedModel of transformers, not {type(model).__name__}")
     name = type(model).__name__
@@ -97,7 +98,7 @@ def require_causal_lm(model: Any) -> None:
 
 
 def compared(model: Any) -> PagedForward:
-    """The forward over pages. Raises Unsupported when its logits are not the model's own."""
+    """Return the forward over pages. Raises Unsupported if its logits differ from the model's own logits."""
     hooks = Hooks(model)
     layout = read_layout(model, hooks, random_prompts(model, 0)[0])
     try:
@@ -108,7 +109,7 @@ def compared(model: Any) -> PagedForward:
     widens = model.dtype in HALVES and not has_own_arithmetic(model)
     tolerance = TOLERANCE_OF_HALVES if model.dtype in HALVES and not widens else TOLERANCE
     with InFloat32() if widens else nullcontext():
-        for seed in SEEDS:  # rounding may send a token to another expert, whose logits are others
+        for seed in SEEDS:  # a second try: rounding can route a token to another expert
             prompts = random_prompts(model, seed)
             layouts = [read_layout(model, hooks, prompt) for prompt in prompts]
             for takes_chunks in (True, False) if layout.has_states else (True,):
@@ -127,20 +128,20 @@ def compared(model: Any) -> PagedForward:
 
 
 def has_own_arithmetic(model: Any) -> bool:
-    """Whether weights are tensors that compute in their own way, such as torchao's: they cannot be widened."""
+    """Return whether weights are tensor subclasses with custom operations, such as torchao's. They stay in 16 bit."""
     tensors = [*model.parameters(), *model.buffers()]
     return any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in tensors)
 
 
 def random_prompts(model: Any, seed: int) -> list[torch.Tensor]:
-    """Random tokens, (1, length) each."""
+    """Return random token ids, int64 (1, length) for each length in LENGTHS."""
     random = np.random.default_rng(seed)
     vocabulary = model.get_input_embeddings().num_embeddings
     return [torch.from_numpy(random.integers(0, vocabulary, (1, length))) for length in LENGTHS]
 
 
 def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """The logits of both chunks of each prompt, (tokens, vocab_size) each, run together."""
+    """Run all prompts together over pages. Return the logits of both chunks of each, (tokens, vocab_size)."""
     memory = ModelMemory(forward.layout, 4 * max(1, len(forward.layout.groups)), "float32", max_sequences=len(prompts))
     sequences = [memory.sequence() for _ in prompts]
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -166,19 +167,27 @@ def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> lis
 
 
 def pack_linears(forward: PagedForward, drops: bool) -> PackedLinears | None:
-    """Pack the weights of linear layers for a forward over pages, as far as its logits stay the same.
+    """Pack the weights of linear layers for a forward over pages, if its logits stay the same.
 
-    drops  whether the layers leave their own weights, until `close` of the result
+    Parameters
+    ----------
+    forward : PagedForward
+        The forward. It uses the packed layers from now on.
+    drops : bool
+        Whether the layers drop their own weights until `close` of the result.
 
-    Returns the packed layers, which the forward has from now on. Returns None if the logits of the trial change: then
-    nothing has changed, and the logger "pagepool" says so.
+    Returns
+    -------
+    PackedLinears or None
+        The packed layers. None if no layer can be packed, or if the logits change. In the second case nothing has
+        changed, and the logger "pagepool" reports it.
     """
     model, hooks = forward.model, forward.hooks
     prompts = random_prompts(model, SEEDS[0])
     with torch.inference_mode():
         own = logits_over_pages(forward, prompts)
     off: Any = None
-    for fuses in (True, False):  # code between the layers may want results that are contiguous
+    for fuses in (True, False):  # code between fused layers may need contiguous results
         packed = PackedLinears(model, prompts[0], fuses, drops)
         if not packed.forwards:
             return None
@@ -201,7 +210,7 @@ def pack_linears(forward: PagedForward, drops: bool) -> PackedLinears | None:
 
 
 def difference(chunks: list[list[torch.Tensor]], own: list[torch.Tensor]) -> float:
-    """How far logits are off in the worst of the chunks, the median of its tokens, as a share of the largest."""
+    """Return the largest difference of a chunk, as the median of its tokens, relative to the largest logit."""
     largest = max(float(logits.abs().max()) for logits in own)
     rows = [(torch.cat(parts) - logits).abs().amax(1) for parts, logits in zip(chunks, own, strict=True)]
     medians = [part.median() for row, cut in zip(rows, CHUNKS, strict=True) for part in (row[:cut], row[cut:])]
