@@ -25,18 +25,23 @@ from pagepool.prefix.stored_pages import read_block, write_block
 __all__ = ["Session", "load_session", "save_session"]
 
 MAGIC = b"pagepool session 1\n"
-# Bytes of the fingerprint, of the note, of the tokens and of the sums of pages.
+# Lengths in bytes of the fingerprint, the note, the tokens and the checksums of the pages.
 LENGTHS = struct.Struct("<4Q")
 SUM_BYTES = 16
 MAX_HEAD = 1 << 30
 
 
 class Session(NamedTuple):
-    """What `load_session` found.
+    """Result of `load_session`.
 
-    tokens      int32 (n_tokens,): all tokens of the session
-    num_cached  how many of the first tokens are in the prefix cache now
-    note        what `save_session` was given
+    Attributes
+    ----------
+    tokens : ndarray
+        int32 (n_tokens,): all tokens of the session.
+    num_cached : int
+        Number of tokens at the start with pages in the prefix cache.
+    note : JSON value
+        The note that was passed to `save_session`.
     """
 
     tokens: NDArray[np.int32]
@@ -56,7 +61,8 @@ def save_session(
 ) -> int:
     """Write tokens, and the cached pages of their longest prefix, to a file; return the number of tokens with pages.
 
-    The file replaces an older one in one step, when the disk has it. It has the prompt in plain text, and mode 0600.
+    The file replaces an older file atomically, after it was written to the disk. It has the mode 0600, because it
+    contains the prompt in plain text.
 
     Parameters
     ----------
@@ -65,7 +71,7 @@ def save_session(
     cache : PrefixCache
         The cache that has the pages.
     fingerprint : Fingerprint
-        What the pages depend on, from `fingerprint_of`.
+        Fingerprint of the pages, from `fingerprint_of`.
     tokens : sequence of int or integer array
         All tokens of the session.
     note : JSON value
@@ -73,12 +79,19 @@ def save_session(
     cache_salt, extra_keys
         As in `PrefixCache.match_prefix`.
 
+    Returns
+    -------
+    int
+        Number of tokens with pages in the file.
+
     Raises
     ------
     TypeError
         The tokens are not integers, or the note is not a JSON value.
     ValueError
-        A token is negative, or the cache has pages of another size.
+        A token is negative, or the cache has a different block size than the fingerprint.
+    PoolError
+        The cache has pages of a different size than the fingerprint.
     OSError
         The file cannot be written. An older file stays as it was.
     """
@@ -125,19 +138,24 @@ def load_session(
 ) -> Session:
     """Read a file of `save_session` and cache its pages.
 
-    They go into free blocks, or into blocks that only the cache holds, which are evicted. Every page is
-    checked by its sum. Pages from the first damaged one on, and pages that find no room, are left out: their tokens are
-    computed when they are used.
+    Pages are loaded into free blocks. Blocks that only the cache holds are evicted if needed. Every page has a
+    checksum. Loading stops at the first damaged page and at the first page without a block. The tokens of missing pages
+    are computed when they are used.
 
     Parameters
     ----------
     path, cache, fingerprint, cache_salt, extra_keys
         As in `save_session`.
 
+    Returns
+    -------
+    Session
+        The tokens, the number of cached tokens and the note.
+
     Raises
     ------
     ValueError
-        The file is not a session, is damaged before its pages, or is of another model. Nothing has changed.
+        The file is not a session, is damaged before its pages, or belongs to another model. Nothing has changed.
     OSError
         The file cannot be read.
     """
@@ -199,7 +217,7 @@ def _head_sum(fingerprint: Fingerprint, head: bytes) -> bytes:
 def _read_head(
     path: str | Path, file: BinaryIO, fingerprint: Fingerprint
 ) -> tuple[bytes, Any, NDArray[np.int32], list[bytes]]:
-    """Return seed, note, tokens and the sums of the pages, which follow in the file."""
+    """Return the seed, the note, the tokens and the checksums of the pages. The pages follow in the file."""
     first = file.read(len(MAGIC) + 2 * SUM_BYTES + LENGTHS.size)
     if not first.startswith(MAGIC) or len(first) < len(MAGIC) + 2 * SUM_BYTES + LENGTHS.size:
         raise ValueError(f"{path}: it is not a session of pagepool")

@@ -1,4 +1,4 @@
-"""StoreLink: between a prefix cache and its store. One thread writes pages; look-ups bring pages back into blocks."""
+"""StoreLink: connects a prefix cache to its store. A thread writes pages, and look-ups load pages into blocks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["QUEUE_BYTES", "StoreLink"]
 
 logger = logging.getLogger("pagepool")
 
-QUEUE_BYTES = 128 << 20  # of pages that wait to be written; a page that finds no room is not written
-BATCH = 64  # pages that are written with one change of the index
+QUEUE_BYTES = 128 << 20  # size of the queue of pages to write; a page that does not fit is not written
+BATCH = 64  # pages per update of the index
 
 
 class StoreLink:
@@ -30,8 +30,12 @@ class StoreLink:
 
     Order of locks: the lock of the link, then the critical section of the cache.
 
-    store  the `PrefixStore`
-    queue  pages that wait to be written
+    Parameters
+    ----------
+    store : PrefixStore
+        The store.
+    queue : PageQueue
+        Pages to write to the store.
     """
 
     def __init__(self, store: PrefixStore, queue: PageQueue) -> None:
@@ -104,7 +108,7 @@ class StoreLink:
         return self._writer.wait(timeout)
 
     def forget(self, names: Iterable[bytes] | None) -> None:
-        """Find the entries of `names`, or any entry for None, no more; the thread deletes them from the store."""
+        """Hide the entries of `names` (None: all) from look-ups. The thread deletes them from the store."""
         with self._lock:  # a look-up that has found one of them ends first
             self._writer.forget(names)
 
