@@ -22,9 +22,6 @@ TARGET = 2.0  # phrases per 1,000 words
 LIMITS = {
     ".": 7.0,
     ".ci": 7.0,
-    "pagepool/cluster": 13.0,
-    "pagepool/integrations": 19.0,
-    "pagepool/transfer": 22.0,
     "tests/cluster": 5.0,
 }
 FEWEST_WORDS = 200  # a folder with fewer words is counted with the folder above it
