@@ -1,29 +1,3 @@
-/* tiles_avx512.c: products of tiles by AVX-512 vectors, for CPUs with vector units narrower than 512 bits. */
-#include "kernel_common.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
-#endif
-
-#include "simd_avx512.h"
-
-#define PP_ISA avx512
-#define PP_DOT_BY_FMA
-#include "tiles_of_isa.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-
-#else
-typedef int pp_not_this_architecture; /* ISO C requires a declaration in every file */
-#endif
+/* tiles_avx512.c: products of tiles for CPUs with AVX-512 and vector units narrower than 512 bits. */
+#define PP_WIDE 0
+#include "tiles_avx512.h"
