@@ -64,7 +64,7 @@ def test_avx2_is_bounded_by_the_rate_of_its_own_vectors_wherever_it_is_forced(mo
     monkeypatch.delenv("PAGEPOOL_ISA", raising=False)
     assert bound_of("ours", {"PAGEPOOL_ISA": "avx2"}) == "fma_of_8"
     assert bound_of("ours", {}) == bound_of("ours", {"PAGEPOOL_ISA": "avx512"}) == "fma"
-    assert bound_of("ours:Bf16", {}) == "fma"  # products of tiles are float32 products where there is no AMX
+    assert bound_of("ours:Bf16", {}) == "fma"  # without AMX, tiles multiply in float32
     monkeypatch.setenv("PAGEPOOL_ISA", "avx2")
     assert bound_of("ours", {}) == "fma_of_8" and bound_of("ggml", {}) == "fma"
 
