@@ -1,7 +1,7 @@
 /* block_sums.h: sums of weights block by block.  Once per ISA, after softmax_math.h. */
 
-/* Adds the weights p of a tile to the sums of its blocks, piece by piece.  A piece is the part of a block in one group
- * of 16 tokens.  This works for any block size. */
+/* Adds the weights p of a tile to the sums of its blocks, piece by piece.  A piece is the intersection of a block and a
+ * group of 16 tokens.  This works for any block size. */
 static __attribute__((noinline)) void add_to_blocks(const pp_tile *tile, int heads, const float *p,
                                                     const float *rescale) {
     float *sums = tile->block_sums;

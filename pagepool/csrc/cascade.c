@@ -4,7 +4,7 @@
 #include "cascade.h"
 #include "unit.h"
 
-/* The visible part of a sequence, and the number of whole chunks of the shorter of two sequences. */
+/* The visible part of a sequence, and the number of whole chunks in the shorter of two sequences. */
 static extent seen_of(const pp_decode_plan *plan, int32_t s) {
     return extent_of(&plan->args, plan->seq_lens[s], queries_of(plan, s));
 }
@@ -51,9 +51,9 @@ static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
         }
 }
 
-/* Whether a run gains at least a quarter by sharing.  Costs are multiply-adds for each element.  Alone, each sequence
- * fetches K and V and computes meanwhile.  Together, K and V are fetched once, and then a row of a panel costs 0.6 of a
- * row alone: measured on Intel with one thread. */
+/* Returns 1 if sharing saves at least a quarter of the cost of a run.  Costs are in multiply-adds per element.  Without
+ * sharing, each sequence fetches K and V while it computes.  With sharing, K and V are fetched once, and a row costs
+ * 0.6 as much to compute (measured on Intel with one thread). */
 static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
     const pp_kv_layout *layout = &plan->args.pool->layout;
     const int64_t elements = (int64_t)PP_GROUP * (layout->head_dim + (layout->v_in_k ? 0 : layout->v_head_dim));
@@ -148,8 +148,8 @@ void pp_run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratch) {
                       .context = &list,
                       .scratch = scratch};
     pp_fill_chunk(plan, plan->order[run->first], run->chunk, 0, &work.chunk);
-    /* With a window, the view of each row limits what it sees of the first chunk.  All sequences begin in the same
-     * block. */
+    /* All sequences begin in the same block.  With a window, the view of each row determines which tokens of this chunk
+     * it sees. */
     const int64_t first = work.chunk.first_block * args->pool->layout.block_size;
     work.chunk.first = first > work.chunk.begin ? first : work.chunk.begin;
     list.work.group_size = work.chunk.group_size;

@@ -1,8 +1,8 @@
 /* cascade.h: chunks that several sequences have in common.
  *
  * Sequences share their first chunks if the block ids are equal.  Each whole chunk that a run of sequences shares is a
- * unit for each kv head.  These units come before all others, and leave the records that each sequence alone would
- * leave.  `order` is sorted by block ids, so that sequences that share chunks are neighbours:
+ * unit for each kv head.  These units come before all others.  They write the same records as units of single
+ * sequences.  `order` is sorted by block ids, so that sequences that share chunks are neighbours:
  *
  *   shared[i]           sequences order[first, first + count) share `chunk`
  *   shared_chunks[s]    number of chunks that s shares;   common[i] = chunks that order[i] and order[i + 1] share

@@ -130,7 +130,7 @@ int pp_prefetch_forced_unknown(void) { return asked_mode() == UNKNOWN_MODE; }
 
 static int always(void) { return 1; }
 
-/* Best first. A test can force an entry that runs on this CPU but does not suit it. */
+/* Best first.  A test can force any entry that this CPU can run, even if another one is faster. */
 static const struct {
     const pp_kernels *kernels;
     int (*runs)(void);

@@ -41,9 +41,10 @@ PP_INLINE int part_mode(const int DT, int mode, int place, int parts, const pp_t
     return place == 0 ? QUARTERS : place == 1 ? LATE_QUARTERS : PP_PREFETCH_NONE;
 }
 
-/* Finds the quarter that a stage prefetches.  The stages are the scores and values of one part, then of the other part.
- * `next` is in the K or V of a group that is read one visit of a head later.  `again` is in the quarter before it,
- * which is prefetched once more.  Both are `from` bytes after the beginning of their quarter. */
+/* Returns the two addresses that a stage prefetches, each `from` bytes after the beginning of a quarter of the data of
+ * a group.  `next` is in the group that is read one visit of a head later.  `again` is one quarter before `next`, and
+ * is prefetched for the second time.  A head has four stages: scores and values of its first part, then of its second
+ * part. */
 PP_INLINE void quarter_of(int late, const int VALUES, const pp_tile *tile, int64_t from,
                           const unsigned char **next, const unsigned char **again) {
     const unsigned char *const *groups = VALUES ? tile->next_v : tile->next_k;
@@ -57,9 +58,9 @@ PP_INLINE void prefetch_quarter(const unsigned char *next, const unsigned char *
 
 /* Adds the products of NV vectors with one weight per head to HEADS x NV sums.  The vectors are from the first or (ODD)
  * the second of two adjacent rows of `width` elements.  For up to three heads, the weights stay in registers and the
- * vectors are loaded one by one.  For more heads, each weight is loaded for two vectors and again for the next two, or
- * for three. 12 sums, three weights and a vector use all 16 registers.  Compilers find this allocation only if they are
- * told before and after the products that the sums are in registers. */
+ * vectors are loaded one by one.  For more heads, each weight is loaded once for every two or three vectors. 12 sums,
+ * three weights and a vector use all 16 registers.  Compilers find this allocation only with v_pinned_12 before and
+ * after the products. */
 PP_INLINE void add_products(const int DT, const int HEADS, const int NV, const int ODD, const unsigned char *const *at,
                             int width, const float *weight, const int weight_step, pp_v *sum) {
     const int AT_ONCE = HEADS <= 3 || NV == 1 ? 1 : NV == 3 ? 3 : 2;
@@ -84,15 +85,15 @@ PP_INLINE void add_products(const int DT, const int HEADS, const int NV, const i
 
 /* Scores of NV vectors of tokens for HEADS heads, from vector `first` of the tile.  There are two chains of fma, over
  * EVEN dims and over ODD dims.  They run one after the other or both at once.  Queries of consecutive pairs of dims are
- * q_step elements apart.  The prefetches of a stage are spread evenly over its work: three eighths in each chain of
- * three vectors, and two eighths in the last vector. */
+ * q_step elements apart.  The prefetches of a stage are spread evenly over its work.  For example, each chain of three
+ * vectors issues three eighths of them, and the fourth vector two eighths. */
 PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int EVEN, const int ODD, const int MODE,
                       const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late) {
     enum { PAIRS = 2, PER_GROUP = PP_GROUP / PP_LANES };
     const int BYTES = PAIRS * k_pair_bytes(DT), LINES = BYTES / 64, IS_16_BIT = item_bytes(DT) == 2;
     const int LONE = NV == 1, GROUPS = NV == 2 ? 1 : 2, group = first / PER_GROUP;
     const int BEGIN = LONE ? 6 : EVEN ? 0 : NV == 3 ? 3 : 4; /* eighths */
-    const int TWICE = 2 * GROUPS * LINES; /* near lines first in 16 bit: line by line S1 took 1.07 times as long */
+    const int TWICE = 2 * GROUPS * LINES; /* 16 bit: near lines first.  Alternating took 1.07 times as long (S1) */
     const int END = LONE || (ODD && NV != 3) ? 8 : NV == 3 ? (ODD ? 6 : 3) : 4;
     const int64_t steps = tile->head_dim / (2 * PAIRS);
     const unsigned char *row = tile->k[group], *const end = row + steps * BYTES;

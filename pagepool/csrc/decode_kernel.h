@@ -10,7 +10,7 @@
  * The order of every sum depends only on absolute token positions; pagepool/reference/canonical.py specifies it.  The
  * number of heads that share a load and the number of vectors in flight do not change any bit. */
 
-/* The function for DT, mixed pages among them. */
+/* Selects the function for DT, which may be PP_MIXED. */
 #define PP_BY_PAGES(DT, name) ((DT) == PP_MIXED ? name##_mixed : PP_BY_DTYPE(DT, name))
 
 /* Runs one part of a kv head's rows: rows that see the same tokens of the tile.  They begin at row `from` of the head,

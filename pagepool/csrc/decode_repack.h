@@ -4,7 +4,8 @@
  * token-minor.  The second case transposes words (transpose_block.h, pack_queries.h).  A word is an element or, in
  * bf16, a square of two dims and two tokens, in which the middle halves are swapped. */
 
-/* Dims (and tokens) of a word; bytes of a word; words in a row of a block that is transposed at once. */
+/* DIMS: dims (and tokens) of a word.  Then the bytes of a word, and the words per row of a block that is transposed at
+ * once. */
 PP_INLINE int word_dims(const int DT) { return DT == PP_BF16 ? 2 : 1; }
 PP_INLINE int word_bytes(const int DT) { return DT == PP_BF16 ? 8 : item_bytes(DT); }
 PP_INLINE int transposed_side(const int DT) { return DT == PP_BF16 ? (int)PP_PAIRS : 8; }
@@ -33,7 +34,7 @@ PP_INLINE void transpose_word(const int DT, unsigned char *to, const unsigned ch
 
 /* Transposes V of a group of 16 tokens from its K, once for all heads that share it. */
 PP_INLINE void transpose_v(const int DT, int v_head_dim, const unsigned char *k, unsigned char *v) {
-    const int W = word_bytes(DT), COUNT = PP_GROUP / word_dims(DT); /* words in a row of K: rows of words in V */
+    const int W = word_bytes(DT), COUNT = PP_GROUP / word_dims(DT); /* words per row of K; rows of words in V */
     const int SIDE = transposed_side(DT);
     for (int d = 0; d < v_head_dim; d += PP_V_RUN) {
         const int left = v_head_dim - d, words = (left < PP_V_RUN ? left : PP_V_RUN) / word_dims(DT);

@@ -11,8 +11,8 @@
  *
  * Scores and weights are stored tile by tile, and within a tile head by head, with 32 elements for each head. */
 
-/* Up to this number of heads, the weights of the first tile are computed before the scores of the second tile.  For up
- * to 6 heads, softmax between the products took 1 % longer. */
+/* For up to this number of heads, the weights of the first tile are computed before the scores of the second tile. (For
+ * up to 6 heads, computing them between the products took 1 % longer.) */
 enum { WEIGHED_BEFORE = 6 };
 
 /* Two neighbouring rows of `width` columns as f32: a vector of each, from `column` on. */
@@ -46,7 +46,7 @@ PP_INLINE void add_dims(const int NV, const int EVEN, const int ODD, const pp_v 
     }
 }
 
-/* Loads a pair of tokens of V for a vector of dims, or for HALF of a vector. */
+/* Loads V of two neighbouring tokens for one vector of dims.  With HALF, for half of a vector. */
 PP_INLINE void load_tokens(const int DT, const int HALF, const int FIRST, const int SECOND, const unsigned char *rows,
                            int width, int column, pp_v *a, pp_v *b) {
     (void)FIRST, (void)SECOND;
@@ -81,8 +81,8 @@ PP_INLINE void chains(const int DT, const int HEADS, const int NV, const int EVE
     enum { VECTORS = PP_TILE / PP_LANES, PER_GROUP = PP_GROUP / PP_LANES };
     const int PAIR_BYTES = 2 * PP_GROUP * item_bytes(DT);
     const int INTERLEAVED = PP_WIDE && TILES == 2 && mode, ALONE = EVEN != ODD;
-    /* Lines that a pair of dims prefetches if groups are interleaved.  A step has two pairs, or enough pairs to
-     * prefetch a line of each group. */
+    /* Number of lines to prefetch for each pair of dims if groups are interleaved.  A step has two pairs, or enough
+     * pairs to prefetch a line of each group. */
     const int LINES = NV * (ALONE ? 1 : 2) * item_bytes(DT) / 4, PAIRS = INTERLEAVED && LINES == 1 ? 4 : 2;
     const unsigned char *row = tile->k[first / PER_GROUP];
     int64_t here[4], visit[4], half[4]; /* distances from `row` to each vector's loads and to prefetched lines */

@@ -85,17 +85,17 @@ PP_INLINE void prefetch_into_l2(const unsigned char *at, int bytes) {
 
 /* A tile of one kv head, or two tiles, as the loop over a chunk passes it to the functions that compute it. */
 typedef struct pp_tile {
-    const unsigned char *k[4], *v[4];           /* its two groups of 16 tokens, then both groups of the next tile */
-    const unsigned char *next_k[4], *next_v[4]; /* read next, prefetched; next_v may be NULLs */
+    const unsigned char *k[4], *v[4];           /* the tile's two groups of 16 tokens, then those of the next tile */
+    const unsigned char *next_k[4], *next_v[4]; /* groups to prefetch; next_v may be NULLs */
     int step;                                   /* compute the next tile together with this one */
     uint32_t seen;                              /* mask of visible tokens; not 0 */
     int head_dim, v_head_dim, k_dtype, v_dtype;
-    float scale, cap, inverse_cap;              /* for queries not scaled; soft cap, or 0, its inverse: in base 2 */
-    const float *alibi_slopes;                  /* of the query heads of the kv head, in base 2, or NULL */
+    float scale, cap, inverse_cap;              /* scale: of unscaled queries; cap: 0 for none; all in base 2 */
+    const float *alibi_slopes;                  /* NULL, or one for each query head of the kv head, in base 2 */
     int32_t row, group_size;                    /* first row: query token row / group_size, head row % group_size */
-    int64_t distance;                           /* from the first query token back to the tile's first: 0 or below */
+    int64_t distance;                           /* the tile's first token minus the position of the first query token */
     int64_t row_stride;
-    float *block_sums;                          /* NULL, or of the first row at work: sums of weights, block by block */
+    float *block_sums;                          /* NULL, or the first row's sum of weights for each block */
     int64_t begin, first_block, block_size;     /* the tile's first token, and the block of block_sums[0] */
     int num_blocks;
 } pp_tile;

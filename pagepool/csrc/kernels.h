@@ -22,23 +22,23 @@ int pp_prefetch_mode(void);
 double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void));
 #endif
 
-/* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered kv head
- * by kv head, in it query token by query token, in it query head by query head.  The rows of a kv head are cut into
- * parts of up to `max_rows` that share loads (num_parts of decode_math.h), numbered through all kv heads.
+/* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered by kv
+ * head first, then by query token, then by query head.  The rows of a kv head are cut into parts of up to `max_rows`
+ * that share loads (num_parts of decode_math.h), numbered through all kv heads.
  *
  * Scores and their shifts are in base 2, logits times log2 e: a weight is 2^(score - m), which splits into a whole
- * number and a fraction without a multiplication.  Starts from nothing and leaves in the chunk's record, for each row r
+ * number and a fraction without a multiplication.  The kernel does not read the record.  It writes, for each row r
  *   rows[r][:v_head_dim]      = sum 2^(score - m) * V
  *   rows[r][row_stride - 16]  = sum 2^(score - m)         (16 running sums until the chunk is done)
- *   m[r]                      = a score, no other one is above it by more than PP_SLACK (decode_math.h)
- *   seen[r]                   = 1 when it saw a token, else 0 and the others mean nothing
+ *   m[r]                      = a score; every other score is at most PP_SLACK higher (decode_math.h)
+ *   seen[r]                   = 1 if the row saw a token; if 0, the other results of the row are undefined
  *   block_sums[r][b]          = sum 2^(score - m) over the tokens of block begin / block_size + b */
 typedef struct pp_chunk {
     const pp_kv_pool *pool;
     const unsigned char *layer; /* pool->base + layer * layer_bytes */
     const int32_t *blocks;      /* row of the block table, from the first block that is read */
     int64_t first_block;        /* the logical number of blocks[0] */
-    int64_t begin, end;         /* tokens; begin is a multiple of PP_CHUNK, 0 < end - begin <= PP_CHUNK */
+    int64_t begin, end;         /* the chunk's tokens; begin is a multiple of PP_CHUNK, 0 < end - begin <= PP_CHUNK */
     int64_t first;              /* the first token that the first query token sees: begin <= first < end */
     pp_view view;
     int32_t part_begin, part_end;
@@ -58,7 +58,7 @@ typedef struct pp_chunk {
     const unsigned char *next[4]; /* read after this chunk (K of 4 groups), prefetched; or NULLs */
 } pp_chunk;
 
-/* Elements from one row of a record to the next. */
+/* Stride of the rows of a record, in elements. */
 static inline int64_t pp_row_stride(const pp_kv_layout *layout) {
     return (layout->v_head_dim + 15) / 16 * 16 + PP_GROUP;
 }
@@ -137,7 +137,7 @@ static inline const void *pp_query_at(const pp_queries *from, int64_t token, int
 typedef struct pp_row {
     const pp_view *view;
     int32_t query;    /* query token of its sequence */
-    int32_t row;      /* its number among the rows of its kv head and sequence */
+    int32_t row;      /* index of the row among the rows of its kv head and sequence */
     const void *q;    /* head_dim elements of `q_dtype` */
     float *sums, *m;  /* pointers into the record of its sequence; `seen` may be NULL */
     float *seen;

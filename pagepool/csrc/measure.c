@@ -95,7 +95,7 @@ pp_status pp_measure(const pp_decode_args *args, pp_measures *all) {
     return PP_OK;
 }
 
-/* Chooses the size of blocks of query tokens so that there are at least `wanted` units, if possible. */
+/* Chooses the number of query tokens per block so that there are at least `wanted` units, if possible. */
 static void cut_into_blocks(const pp_decode_args *args, pp_measures *all, int64_t wanted) {
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t heads = layout->num_kv_heads, group_size = args->num_qo_heads / heads;

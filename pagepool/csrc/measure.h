@@ -7,18 +7,19 @@
 enum { PP_WORKSPACE_ALIGN = 64 };
 
 typedef struct pp_measures {
-    int64_t num_chunks, num_blocks, num_queries; /* of all sequences; chunks of sequences that are cut into chunks */
-    int64_t num_packed, num_prefilled;           /* query tokens of sequences cut into chunks, and into blocks */
+    int64_t num_chunks, num_blocks, num_queries; /* totals; chunks: of sequences that are cut into chunks */
+    int64_t num_packed, num_prefilled;           /* query tokens of sequences that are cut into chunks; into blocks */
     int64_t num_records;                         /* elements of all records */
-    double products;                             /* multiply-adds; if loading takes longer, its time in multiply-adds */
-    int64_t row_stride, row_elements;            /* elements of a row in a record: of its sums; in total */
+    double products;                             /* cost in multiply-adds: of arithmetic or of loading, the larger */
+    int64_t row_stride, row_elements;            /* elements per row of a record: its sums; all its parts */
     int64_t blocks_per_chunk;                    /* 0 if no scores are requested */
     int32_t most_queries;                        /* maximum over the sequences */
     int32_t slices;
-    int32_t block_queries, num_slots;            /* query tokens of a block; pieces of scratch */
+    int32_t block_queries, num_slots;            /* query tokens per block; number of scratch slots */
     int32_t may_share;                           /* two sequences may have the same first block */
-    /* Sizes: remaining; unit_begin, ids_begin, packed_begin and record_begin each; query_begin; seq_lens; ids; slopes;
-     * queries; 8 widened queries; flags of slots; a slot; all slots; all runs that share a chunk; heads_left; all. */
+    /* Sizes in bytes of the parts of the workspace. counters: `remaining`. begins: each of unit_begin, ids_begin,
+     * packed_begin and record_begin. starts: query_begin. widened: 8 widened queries. flags: one for each slot. slot:
+     * one slot; slots: all. shared: runs that share a chunk. left: heads_left. bytes: the whole workspace. */
     size_t counters, begins, starts, lengths, ids, slopes, queries, widened, flags, slot, slots, shared, left, bytes;
 } pp_measures;
 

@@ -8,7 +8,8 @@
  * (kernels.h defines rows and parts).  Units are numbered sequence by sequence, chunk by chunk, slice by slice:
  *
  *   unit_begin[s] = the first unit of sequence s;   unit_begin[num_seqs] = num_units
- *   remaining[s * slices + slice] = chunks of the slice that are not done.  The thread that does the last one merges
+ *   remaining[s * slices + slice] = chunks of the slice that are not done; the thread that
+ *                                 finishes the last one merges
  *
  * Lengths, query counts and block ids are copied into the workspace as they are checked, so a thread that changes the
  * caller's arrays meanwhile cannot lead a unit out of the pool.  Queries are copied into the order in which the kernel
@@ -44,8 +45,8 @@ pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes) {
     return status;
 }
 
-/* Copies lengths, query counts and the ids of blocks that are seen.  Other ids are neither read nor checked.  Fails
- * unless the sums are those that were measured, since another thread may have changed an array meanwhile. */
+/* Copies lengths, query counts and the ids of blocks that are seen.  Other ids are neither read nor checked.  Fails if
+ * the totals differ from those that pp_measure found, because another thread has then changed an array. */
 static pp_status copy_tables(pp_decode_plan *plan, const pp_decode_args *args, const pp_measures *all) {
     const pp_kv_pool *pool = args->pool;
     pp_measures sum = {.row_elements = all->row_elements};

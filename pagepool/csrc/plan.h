@@ -25,7 +25,7 @@ static inline int way_of(const pp_decode_args *args) {
     return args->arithmetic == PP_EXACT ? PP_WAY_EXACT : PP_WAY_TILES;
 }
 
-/* The chunks and blocks of a sequence that have tokens which its query tokens see: [first, end). */
+/* The range [first, end) of chunks (of blocks) of a sequence that its query tokens see. */
 typedef struct extent {
     int64_t first_chunk, end_chunk, first_block, end_block;
 } extent;
@@ -42,7 +42,7 @@ static inline const pp_kernels *kernels_of(const pp_decode_args *args) {
     return way_of(args) == PP_WAY_MIXED ? pp_kernels_mixed(kernels) : kernels;
 }
 
-/* Rows of a panel, and the scratch that `rows` rows of a block of query tokens take. */
+/* Number of rows of a panel, and bytes of scratch for `rows` rows of a block of query tokens. */
 static inline int32_t panel_rows_of(const pp_decode_args *args) {
     return way_of(args) == PP_WAY_TILES ? kernels_of(args)->tiles->panel_rows : kernels_of(args)->panel_rows;
 }
@@ -58,15 +58,15 @@ static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
     return plan->query_begin[s + 1] - plan->query_begin[s];
 }
 
-/* Whether a sequence is cut into blocks of query tokens, which write results and no records.  Not if weights of blocks
- * are asked for: they are known only when all chunks are done. */
+/* Whether a sequence is cut into blocks of query tokens, which write results and no records.  False if weights of
+ * blocks are requested, because they are known only when all chunks are done. */
 static inline int takes_prefill(const pp_decode_args *args, int64_t num_queries) {
     const int64_t group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
     return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;
 }
 
-/* Whether a sequence may share chunks: it has a whole chunk and is cut into chunks.  Not if weights of blocks are asked
- * for, which are added up chunk by chunk. */
+/* Whether a sequence may share chunks: it has a whole chunk and is cut into chunks.  False if weights of blocks are
+ * requested, because they are added up chunk by chunk. */
 static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
     return seq_len >= PP_CHUNK && num_queries > 0 && !args->block_scores && !args->no_cascade &&
            !takes_prefill(args, num_queries);
@@ -83,7 +83,7 @@ static inline size_t scratch_of(const pp_decode_args *args) {
     return (size_t)(2 * PP_GROUP * dims * layout->item_bytes);
 }
 
-/* Whether query tokens of a sequence may see different tokens, so that records say which rows have seen some. */
+/* Whether query tokens of a sequence may see different tokens.  Records then store which rows have seen a token. */
 static inline int may_differ(const pp_decode_args *args) { return args->query_start_loc || args->custom_mask; }
 
 /* The tokens that the query tokens of a sequence see. */

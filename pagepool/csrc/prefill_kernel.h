@@ -4,7 +4,7 @@
  * Included once per ISA after prefill_common.h.  Reads groups of f32.  Other dtypes are converted to f32 chunk by
  * chunk, once for all rows of the unit. */
 
-/* sum[r][j] += x[j] * y[r * step], for rows x vectors that are in registers. */
+/* sum[r][j] += x[j] * y[r * step], for all rows and vectors; the sums are in registers. */
 PP_INLINE void add_outer(const int ROWS, const int NV, const pp_v *x, const float *y, const int64_t step,
                          pp_v *sum) {
     PP_UNROLL for (int r = 0; r < ROWS; r++) {

@@ -2,7 +2,8 @@
  * per ISA, after one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
  *
  * Sums over quantised elements are sums of integers, so their order does not change the result: every instruction set,
- * decode and prefill have the same bits.  The other factors are also converted to integers (reference/canonical.py):
+ * decode and prefill have the same bits.  The factors that are multiplied with them are converted to integers as well
+ * (reference/canonical.py):
  *
  *   queries   q[d] times the channel's scale, as integers of up to 32,512 times a scale of the row
  *   weights   of a tile, each times its token's scale of V, as integers of up to 32,512 times a scale of row and tile

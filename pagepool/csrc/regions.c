@@ -43,7 +43,7 @@ void pp_regions_detach(pp_regions *regions, pp_lock *lock, const pp_kv_pool *poo
 
 void pp_regions_copy_block(const pp_regions *regions, pp_lock *lock, int32_t dst, int32_t src) {
     pp_read_begin(lock);
-    /* An attached pool has a page for every id of the allocator: no copy can fail. */
+    /* No copy can fail, because every attached pool has a page for every id of the allocator. */
     for (int32_t i = 0; i < regions->count; i++) pp_kv_copy_block(regions->pools[i], dst, src);
     pp_read_end(lock);
 }

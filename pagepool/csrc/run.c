@@ -1,7 +1,7 @@
 /* run.c: runs the units of a plan, and merges their records.
  *
- * If units need scratch, there is a slot of it for each of num_threads ranges.  A range holds a slot until it ends.  If
- * more ranges run, they wait for a slot. */
+ * If units need scratch, the workspace has num_threads slots of it.  A range of units holds one slot until it ends, and
+ * waits if none is free. */
 #include "cascade.h"
 #include "float_mode.h"
 #include "os/os.h"

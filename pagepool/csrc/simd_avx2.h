@@ -2,7 +2,7 @@
  * region. */
 #define PP_LANES 8
 #define PP_MAX_HEADS 6 /* query heads that share a load */
-#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values, sums use 12 of 16 registers */
+#define PP_PANEL 6 /* rows of a panel of prefill; with the next two constants, sums use 12 of 16 registers */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 2
 #define PP_STEPS 0
@@ -24,7 +24,7 @@ static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, 
 static inline void v_add_product(pp_v *sum, pp_v a, pp_v b) {
     __asm__("vfmadd231ps %2, %1, %0" : "+x"(*sum) : "x"(a), "x"(b));
 }
-/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c. */
+/* A factor that several vectors are multiplied by: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return _mm256_set1_ps(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) {

@@ -2,7 +2,7 @@
  * region. */
 #define PP_LANES 16
 #define PP_MAX_HEADS 8 /* query heads that share a load */
-#define PP_PANEL 12 /* rows of a panel of prefill; with vectors of scores and values, sums use 24 of 32 registers */
+#define PP_PANEL 12 /* rows of a panel of prefill; with the next two constants, sums use 24 of 32 registers */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 4
 #define PP_STEPS 1      /* the main loop computes two tiles together if possible */
@@ -18,10 +18,10 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm512_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm512_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm512_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
-/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c.
+/* A factor that several vectors are multiplied by: *b in all lanes. v_fma_broadcast computes a * b + c.
  *
- * Wide units start two fma and two loads in a cycle.  An fma with a broadcast operand takes a load slot each time,
- * which the loads of the other factor then lack.  On Zen 5 this form reached 0.76 to 0.83 of the peak rate of fma; with
+ * Wide units start two fma and two loads in a cycle.  Each fma with a broadcast operand uses a load slot that the other
+ * factor needs.  On Zen 5 this form reached 0.76 to 0.83 of the peak rate of fma; with
  * *b in a register for two vectors it was 0.95 to 1.  On Zen 4 an fma takes as long as two of its loads.  The broadcast
  * operand is free there and saves a register, while a separate load for each *b took up to a quarter of the rate. */
 #if PP_WIDE
@@ -130,8 +130,8 @@ static inline pp_v v_load_f16(const uint16_t *from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
-/* For a number of heads, accumulators that fit into 32 registers: heads and vectors of a pass over the scores, whether
- * the two chains run one after the other, and vectors of values. */
+/* For each number of heads, the accumulators that fit into 32 registers: heads and vectors in one pass over the scores,
+ * whether its two chains run one after the other, and vectors in one pass over the values. */
 static inline int score_heads(int heads) { return heads; }
 static inline int score_vectors(int heads) { return heads <= 6 || PP_WIDE ? 2 : 1; }
 static inline int chains_apart(int heads) { return heads > 6 && PP_WIDE; }

@@ -2,7 +2,7 @@
  * f16. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 4 /* query heads that share a load */
-#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values, sums use 12 of 16 registers */
+#define PP_PANEL 6 /* rows of a panel of prefill; with the next two constants, sums use 12 of 16 registers */
 #define PP_PANEL_SCORES 2
 #define PP_PANEL_VALUES 2
 #define PP_STEPS 0
@@ -26,7 +26,7 @@ static inline pp_v v_mul(pp_v a, pp_v b) { return a * b; }
 static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
 /* Rounds twice. This is the only difference in bits from the instruction sets with fma. */
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
-/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c. */
+/* A factor that several vectors are multiplied by: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
@@ -94,8 +94,8 @@ static inline void v_store_f16(uint16_t *to, pp_v a) {
 }
 static inline pp_v v_load_f16(const uint16_t *from) { return v_from_f16((const unsigned char *)from); }
 
-/* For a number of heads, accumulators that fit into 16 registers: heads and vectors of a pass over the scores (two
- * chains each), and vectors of values. */
+/* For each number of heads, the accumulators that fit into 16 registers: heads and vectors (two chains each) in one
+ * pass over the scores, and vectors in one pass over the values. */
 static inline int score_heads(int heads) { return heads <= 3 ? heads : (heads + 1) / 2; }
 static inline int score_vectors(int heads) { return heads == 1 ? 4 : 2; }
 static inline int chains_apart(int heads) { return (void)heads, 0; }

@@ -1,7 +1,7 @@
 /* simd_neon.h: the vector functions of the kernels for AArch64 Advanced SIMD: 4 lanes. */
 #define PP_LANES 4
 #define PP_MAX_HEADS 8 /* query heads that share a load */
-#define PP_PANEL 6 /* rows of a panel of prefill; with vectors of scores and values, sums use 24 of 32 registers */
+#define PP_PANEL 6 /* rows of a panel of prefill; with the next two constants, sums use 24 of 32 registers */
 #define PP_PANEL_SCORES 4
 #define PP_PANEL_VALUES 4
 #define PP_STEPS 0
@@ -18,7 +18,7 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return vsubq_f32(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return vmulq_f32(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return vdivq_f32(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
-/* A factor for several vectors: *b in all lanes. v_fma_broadcast computes a * b + c. */
+/* A factor that several vectors are multiplied by: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
@@ -76,8 +76,8 @@ static inline void v_load2_bf16(const unsigned char *rows, int width, int column
 static inline void v_store_f16(uint16_t *to, pp_v a) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 static inline pp_v v_load_f16(const uint16_t *from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 
-/* For a number of heads, accumulators that fit into 32 registers: heads and vectors of a pass over the scores (two
- * chains each), and vectors of values. */
+/* For each number of heads, the accumulators that fit into 32 registers: heads and vectors (two chains each) in one
+ * pass over the scores, and vectors in one pass over the values. */
 static inline int score_heads(int heads) { return heads; }
 static inline int score_vectors(int heads) { return heads <= 2 ? 4 : heads <= 4 ? 2 : 1; }
 static inline int chains_apart(int heads) { return (void)heads, 0; }

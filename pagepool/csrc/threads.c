@@ -98,7 +98,7 @@ static int work_alone(job *job) {
     return 0;
 }
 
-/* Waits until the gate shows another job than `seen`, and returns the gate.  Spins at first, then sleeps. */
+/* Waits until the gate has another job number than `seen`, and returns the gate.  Spins at first, then sleeps. */
 static uint64_t await_job(uint64_t seen) {
     int64_t until = now_ns() + SPIN_NS;
     uint64_t gate;

@@ -10,7 +10,7 @@
 
 enum { ITEM_TILES = 4, NUM_JOBS = 3 };
 
-/* K and V of a head in a chunk. */
+/* K and V of one head of one chunk. */
 typedef struct amx_chunk {
     const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups of tiled pages; v until the next read */
     unsigned char *v_tiles; /* [v_squares][tiles of tokens][2][1 KB] */
@@ -21,7 +21,7 @@ typedef struct amx_chunk {
 typedef struct amx_job {
     tile_job job;
     const amx_chunk *chunk;
-    pp_running *running; /* of the panel's rows, and their sums; NULL if the result goes to the rows' records */
+    pp_running *running; /* results of the panel's rows; NULL if results go to the records of the rows */
     float *rows;
 } amx_job;
 

@@ -55,7 +55,7 @@ typedef struct tile_job {
     pp_row row[PP_ROWS];      /* `view` may be invalid after look_at_squares */
 } tile_job;
 
-/* Number of bf16 parts of a query: in "bf16x2" enough to represent it, in "bf16" one. */
+/* Number of bf16 parts of a query: one in "bf16"; in "bf16x2", enough for its exact value. */
 static int query_parts(int32_t arithmetic, int32_t q_dtype) {
     return arithmetic == PP_ROUNDED_BF16 || q_dtype == PP_BF16 ? 1 : q_dtype == PP_F16 ? 2 : PP_MOST_PARTS;
 }
