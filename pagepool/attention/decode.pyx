@@ -54,7 +54,7 @@ __all__ = ["decode", "prefill"]
 
 cdef object FLOAT32 = np.dtype(np.float32)
 cdef object empty = np.empty
-cdef int64_t MOST_ROWS = <int64_t>1 << 40  # their bytes fit in 64 bits
+cdef int64_t MOST_ROWS = <int64_t>1 << 40  # limits sizes so that their bytes fit in 64 bits
 
 
 cdef pp_dtype kind_of(int kind) noexcept:
@@ -176,7 +176,7 @@ cdef class Arguments:
         return self.read_queries()
 
     cdef int read_starts(self, object query_start_loc) except -1:
-        """Where the query tokens of each sequence begin in q, and where the last ones end.
+        """Reads query_start_loc: where the query tokens of each sequence begin in q, and the end of the last ones.
 
         Makes a copy: the library must not read numbers that were changed after they were checked.
         """
@@ -279,7 +279,7 @@ cdef class Arguments:
         return 0
 
     cdef float *read_heads(self, str name, object source) except NULL:
-        """A copy, to be freed with PyMem_Free, of one number for each query head."""
+        """Copies an array with one number for each query head. The caller frees the copy with PyMem_Free."""
         cdef Tensor tensor
         cdef Py_ssize_t i, heads = self.q.shape[1]
         cdef float *numbers = NULL
@@ -368,7 +368,7 @@ cdef class Arguments:
         return 0
 
     cdef object failure(self, pp_status status):
-        """The exception for a status, with the place and both numbers."""
+        """Raises the exception for a status. The message has the position, the given number and the allowed number."""
         cdef Py_ssize_t seq, index
         cdef int64_t length, blocks, size = self.pool.c_pool.layout.block_size
         cdef int32_t block
@@ -566,8 +566,8 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, qu
     prompt in one call, in chunks of any size, after a hit in a prefix cache, or token by token through `decode`.
 
     From 24 rows of a KV head on (query heads of its group times query tokens) scores and values are computed as tiles
-    of many rows, at the rate of the CPU's multiply-adds. A thread needs about 1 MB of scratch, however many tokens
-    there are.
+    of many rows, at the rate of the CPU's multiply-adds. Each thread needs about 1 MB of scratch, whatever the number
+    of tokens.
 
     Sources: chunked prefill (Sarathi-Serve, Agrawal et al., OSDI 2024); online softmax over tiles (FlashAttention, Dao
     et al., 2022).

@@ -1,7 +1,8 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t
 
 
-# The mask of each query token of a batch, in the format of pp_decode_args, and copies of the counts that it belongs to.
+# The mask of each query token of a batch, in the format of pp_decode_args, and copies of the counts that it was checked
+# with.
 cdef class MaskBits:
     cdef const uint8_t *bits
     cdef Py_ssize_t num_bytes    # of bits; the caller's memory if those came packed

@@ -1,4 +1,4 @@
-"""MaskBits: what query tokens see, in the forms that callers have, as the bits that the library reads."""
+"""MaskBits: converts custom masks in all accepted forms to the bits that the library reads."""
 
 cimport cython
 from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
@@ -10,7 +10,7 @@ __all__ = []
 
 
 cdef void pack_row(uint8_t *bits, int64_t at, const uint8_t *row, Py_ssize_t stride, Py_ssize_t count) noexcept nogil:
-    """Sets bits at, at + 1, ... where the row has something; all were 0."""
+    """Sets bits at, at + 1, ... for the elements of the row that are not 0. All bits must be 0 before."""
     cdef Py_ssize_t i
     for i in range(count):
         bits[(at + i) >> 3] |= <uint8_t>((row[i * stride] != 0) << ((at + i) & 7))
@@ -56,7 +56,7 @@ cdef class MaskBits:
         return self.pack(masks)
 
     cdef int copy_counts(self, const int32_t *query_starts, const int32_t *seq_lens) except -1:
-        """The mask is as large as the counts say: the library must read the same ones."""
+        """Copies the counts: the size of the mask was checked with them, so the library must read the same counts."""
         cdef size_t count = <size_t>self.num_seqs + 1
         cdef Py_ssize_t s
         self.indptr = <int64_t *>PyMem_Malloc(count * sizeof(int64_t))
@@ -77,7 +77,7 @@ cdef class MaskBits:
         return self.query_starts[seq + 1] - self.query_starts[seq]
 
     def split(self, array):
-        """The masks out of a flat array: (query tokens, seq_len) each, or (query tokens, query tokens)."""
+        """Splits a flat array into masks of (query tokens, seq_len) or (query tokens, query tokens) each."""
         full = [(self.queries(s), self.seq_lens[s]) for s in range(self.num_seqs)]
         trees = [(rows, rows) for rows, _ in full]
         for shapes in (full, trees):
@@ -91,7 +91,8 @@ cdef class MaskBits:
         )
 
     cdef int pack(self, list masks) except -1:
-        """Each sequence's bits from a byte of their own on; the same array is packed once."""
+        """Packs the bits of each sequence, beginning a new byte. An array that is given several times is packed
+        once."""
         cdef int64_t at = 0
         cdef Py_ssize_t s, row, rows, width
         cdef const uint8_t[:, :] view
@@ -129,7 +130,8 @@ cdef class MaskBits:
         return 0
 
     cdef int take_packed(self, object array) except -1:
-        """Use packed bits without a copy: (query tokens, seq_len) per sequence, little-endian, each from a new byte."""
+        """Use packed bits without a copy: (query tokens, seq_len) per sequence, little-endian, each beginning a new
+        byte."""
         cdef int64_t at = 0
         cdef Py_ssize_t s
         cdef const uint8_t[::1] view

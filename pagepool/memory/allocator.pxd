@@ -67,7 +67,7 @@ cdef struct CachedCounts:
     CachedCounts *next
 
 
-# The count of a block fell to 1, or rose from it.
+# Updates `idle` after the count of a block fell to 1 or rose from 1.
 cdef inline void count_idle(CachedCounts *cached, int32_t block, int change) noexcept nogil:
     while cached != NULL:
         if cached.is_cached[block]:
@@ -75,7 +75,7 @@ cdef inline void count_idle(CachedCounts *cached, int32_t block, int change) noe
         cached = cached.next
 
 
-# A list through the sequences themselves. To enter or to leave it costs four stores with the allocator's lock held.
+# A linked list of the sequences. Adding or removing one costs four stores with the allocator's lock held.
 #   link.next.previous == link == link.previous.next; an empty list's head is linked to itself
 cdef struct Link:
     Link *previous
@@ -121,7 +121,7 @@ cdef class BlockAllocator:
     cdef CachedCounts *cached  # of all prefix caches, with the lock held
     cdef uint64_t *words  # of each block, see BlockGenerations; NULL unless they are kept
     cdef object word_buffer  # owns them
-    cdef bint checked  # pages of freed blocks are filled with NaN: set by a pool in checked mode, see KvCachePool
+    cdef bint checked  # fill pages of freed blocks with NaN: set by a pool in checked mode, see KvCachePool
     cdef Link head  # of the list of sequences
     cdef Py_ssize_t num_sequences
     cdef list others  # weak references to holders of other types
@@ -206,9 +206,9 @@ cdef class BlockAllocator:
     # With the lock held: fills the page of each of the blocks that is free with NaN.
     cdef void c_fill_freed(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
 
-    # All or PP_INVALID_BLOCK; `blocks` must not change meanwhile.
+    # Frees all n or returns PP_INVALID_BLOCK; `blocks` must not change meanwhile.
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
-    # All, PP_INVALID_BLOCK, or PP_OVER_MAXIMUM when a count would pass 2^31 - 1.
+    # Shares all n, or returns PP_INVALID_BLOCK, or PP_OVER_MAXIMUM if a count would exceed 2^31 - 1.
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
     # `c_share_n` with the exceptions of `share`.
     cdef int c_share_ids(self, IdArray *array) except -1

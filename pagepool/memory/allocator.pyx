@@ -176,7 +176,7 @@ cdef class BlockAllocator:
         return fits
 
     cdef int32_t c_shrink(self, int32_t n) noexcept nogil:
-        """The free ids at the end become fresh again. The order of the other free ids does not change."""
+        """Makes the free ids at the end of the range fresh again. The order of the other free ids does not change."""
         cdef int32_t i, kept = 0, taken
         pp_lock_acquire(&self.lock)
         taken = self.taken
@@ -233,9 +233,10 @@ cdef class BlockAllocator:
         return PP_OK
 
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
-        """One pass. At a bad id it goes back and undoes its changes: a count of 0 means that this pass freed the block.
+        """Frees in one pass. At a bad id it undoes its changes: a count of 0 means that this pass freed the block.
 
-        Most blocks have one reference. Up to the first block with more, the given ids are copied to the list at once.
+        Most blocks have one reference. The ids before the first block with more references are copied to the free list
+        together.
         """
         cdef int32_t *counts = self.c_counts
         cdef int32_t *freed = self.c_freed
@@ -379,7 +380,7 @@ cdef class BlockAllocator:
 
     @property
     def peak_in_use(self):
-        """The most blocks that were in use at any one time."""
+        """The largest number of blocks that were in use at the same time."""
         cdef int32_t most
         pp_lock_acquire(&self.lock)
         most = max(self.peak, self.taken)
@@ -387,7 +388,8 @@ cdef class BlockAllocator:
         return most
 
     def stats(self):
-        """Returns a dict of blocks: `used` + `evictable` + `free` = `capacity`, `available`, `peak` = `peak_in_use`.
+        """Returns a dict of block counts: `used` + `evictable` + `free` = `capacity`, `available`, `peak` =
+        `peak_in_use`.
 
         `evictable` blocks are those that only a cache holds; `sequences` counts sequences. O(sequences).
 
@@ -616,7 +618,7 @@ cdef class BlockAllocator:
         """Returns the owners of a block's references, or of every block's.
 
         Asks every owner: for debugging, not for every step. Changes that other threads make meanwhile may be missing.
-        Without a GIL no other thread may be inside a call of a sequence meanwhile.
+        On free-threaded CPython, no other thread may call a method of a sequence meanwhile.
 
         Returns a list of named tuples `(kind, label, references, object)`; the references add up to `ref_count(block)`.
         Without an id returns a dict of such lists, one for every block in use. The kind is "sequence", "cache", the

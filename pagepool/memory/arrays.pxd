@@ -14,18 +14,18 @@ cdef extern from *:
     const bint HAS_GIL "PP_HAS_GIL"
 
 
-# The buffer of an object, with its format and strides; `view` points into it, so that it must stay where it is.
+# The buffer of an object, with its format and strides. Must not be moved, because `view` points into it.
 cdef struct Buffer:
     Py_buffer view
     Py_ssize_t shape[4]
     Py_ssize_t strides[4]
-    PyObject *array  # the object that is held, if `view` was filled in here; NULL if the buffer protocol filled it in
+    PyObject *array  # the object to release if this module filled in `view`; NULL if the buffer protocol did
 
 
 # Holds the memory of an array, by the buffer protocol or DLPack, until `release_buffer`. False for an object that has
 # neither. Raises the exceptions of both; ValueError, with `name`, for a tensor of more than 4 dimensions, a tensor
 # outside of CPU memory, and a tensor of torch that is negated lazily.
-# The format of bfloat16 is "E". A dtype that no call here takes may have an empty format.
+# The format of bfloat16 is "E". The format may be empty for a dtype that no function accepts.
 cdef bint get_buffer(object source, Buffer *buffer, str name=*) except -1
 cdef object dtype_of(object source)
 

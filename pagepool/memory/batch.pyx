@@ -27,7 +27,7 @@ cdef extern from *:
     """
     int64_t pp_next_call(int64_t *calls) nogil
 
-cdef int64_t calls = 0  # numbers the calls, so that a state can tell that it was seen in this one
+cdef int64_t calls = 0  # numbers the calls: a state that has this number already was given twice
 
 
 cdef BlockAllocator common_allocator(list states):
@@ -59,7 +59,8 @@ cdef int32_t *room_for(int64_t count) except NULL:
 
 
 cdef int64_t last_to_share(list states) except -1:
-    """How many shared blocks need no copy, because the states before drop the other references first."""
+    """Number of shared blocks that need no copy, because earlier states of the batch drop the other references
+    first."""
     cdef PagedSeqState state
     cdef int64_t i, end, kept = 0
     cdef int32_t block, count
@@ -114,7 +115,7 @@ def append_batch(list states not None, list counts not None):
                 f"it may have from 0 to {state.max_blocks_per_seq * <int64_t>state.block_size}"
             )
         total += wanted
-    if total and total > allocator.c_free_count():  # takes and grows for no block that its last sharer keeps
+    if total and total > allocator.c_free_count():  # # no copy is counted for the last sharer of a block
         total -= last_to_share(states)
         if total > allocator.c_available():
             raise exhausted(total, allocator.c_available(), allocator.max_capacity)
@@ -188,10 +189,10 @@ cdef int32_t first_needed(PagedSeqState state, int64_t position) noexcept:
 
 
 cdef int64_t move(PagedSeqState state, int64_t position, const int32_t *moved, int64_t count) noexcept:
-    """Removes the blocks before the position from the table.
+    """Removes the blocks before the position from the table, and frees them unless they are in `moved`.
 
-    The blocks in `moved`, which are in the order of the tables, keep their references for the new tokens; all others
-    are freed. Returns how many blocks of `moved` were in this table.
+    The blocks in `moved`, in the order of the tables, are kept for the new tokens. Returns how many blocks of `moved`
+    were in this table.
     """
     cdef int64_t met = 0
     cdef int32_t i, block, first = first_needed(state, position)

@@ -21,7 +21,7 @@ cdef class PrefixMatch:
     cdef readonly object blocks
     cdef readonly int64_t num_tokens
 
-    # Its blocks and tokens, for a sequence that has `allocator`. num_tokens must be None.
+    # Returns the match's blocks and number of tokens for a sequence of `allocator`. num_tokens must be None.
     cdef tuple found(self, BlockAllocator allocator, object num_tokens)
 
 
@@ -47,5 +47,6 @@ cdef class CachedRefs:
     cdef void c_drop_n(self, const int32_t *blocks, int64_t n) noexcept nogil
     # Cached blocks that are referenced only by the cache.
     cdef int64_t c_idle(self) noexcept nogil
-    # The first equation that does not hold, as a sentence, or None; there are `cached` of them. O(blocks ever used).
+    # Checks the equations above for `cached` cached blocks. Returns a sentence about the first broken one, or None.
+    # O(blocks ever used).
     cdef str audit(self, int64_t cached)

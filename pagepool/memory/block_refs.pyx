@@ -31,8 +31,8 @@ __all__ = ["BlockRefs", "PrefixMatch"]
 cdef class BlockRefs:
     """One reference to each block of a list, taken and dropped together. Internal.
 
-    No exception or signal can come between taking references and noting them. A deleted object does not drop its
-    references.
+    No exception or signal can interrupt between taking references and recording them. A deleted object does not drop
+    its references.
 
     >>> from pagepool import BlockAllocator
     >>> allocator = BlockAllocator(4)

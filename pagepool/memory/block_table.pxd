@@ -19,7 +19,7 @@ cdef class PagedSeqState:
     cdef int32_t num_blocks
     cdef bint is_closed
     cdef int64_t length
-    cdef int64_t call  # the last batch call that saw this sequence: finds one that is given twice
+    cdef int64_t call  # the number of the last batch call that saw this sequence, to detect one that is given twice
     cdef int64_t pending  # tokens that this call appends to it
     cdef PageBuffer memory
     cdef int32_t *c_blocks  # == memory.base: the table
@@ -32,7 +32,7 @@ cdef class PagedSeqState:
     cdef pp_status c_ensure_capacity(self, int64_t target_len) noexcept nogil
     # PP_OVER_MAXIMUM, PP_EXHAUSTED, PP_NO_MEMORY; slots_out is NULL or takes n slots.
     cdef pp_status c_append(self, int64_t n, int64_t *slots_out) noexcept nogil
-    # PP_INVALID_BLOCK when a block was freed by someone else; so do the next three.
+    # PP_INVALID_BLOCK if another owner freed a block. The next three functions also return it.
     cdef pp_status c_truncate(self, int64_t new_len) noexcept nogil
     # Frees the blocks that hold only tokens before `position`.
     cdef pp_status c_drop_before(self, int64_t position) noexcept nogil
@@ -51,7 +51,7 @@ cdef class PagedSeqState:
     cdef void c_slots(self, int64_t first, int64_t n, int64_t *slots_out) noexcept nogil
     # The status that c_truncate(new_len) would return now; changes nothing.
     cdef pp_status c_may_truncate(self, int64_t new_len) noexcept nogil
-    # Whether the sequence has this many tokens or more, and new_len is not within freed blocks.
+    # Whether new_len is at most the length and not within freed blocks.
     cdef bint c_can_keep(self, int64_t new_len) noexcept nogil
     # Blocks that hold `length` tokens.
     cdef inline int64_t c_needed(self, int64_t length) noexcept nogil:

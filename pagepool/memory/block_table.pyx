@@ -25,8 +25,8 @@ from pagepool.memory.explain import closed, exhausted
 
 __all__ = ["PagedSeqState"]
 
-cdef int64_t FEW_BLOCKS = 64  # as many are taken by way of the stack
-cdef int64_t MAX_TOKENS = <int64_t>1 << 60  # keeps sums of lengths within 64 bits
+cdef int64_t FEW_BLOCKS = 64  # this many ids are passed on the stack
+cdef int64_t MAX_TOKENS = <int64_t>1 << 60  # limits lengths so that their sums fit into 64 bits
 cdef int64_t INVALID = -1, OVER_MAXIMUM = -2
 
 
@@ -262,7 +262,7 @@ cdef class PagedSeqState:
 
     @property
     def label(self):
-        """The name of its owner in `owners` and `leaks`: a request id, a text or None. May be set at any time.
+        """The label of this sequence in `owners` and `leaks`: a request id, a text or None. May be set at any time.
 
         A value of a subclass of int or str is stored as a plain int or str.
         """

@@ -5,7 +5,7 @@ from pagepool.memory.block_table cimport PagedSeqState
 
 
 cdef class BlockTables:
-    #   query_starts[i + 1] - query_starts[i] tokens of row i are in slots, behind each other
+    #   slots[query_starts[i]:query_starts[i + 1]] are the slots of the tokens of row i
     #   row i of tables is zero from filled[i] on
     cdef readonly int32_t max_seqs
     cdef readonly int32_t max_blocks_per_seq

@@ -19,7 +19,7 @@ from pagepool.memory.batch import append_batch, release_batch
 
 __all__ = ["BlockTables", "append_batch", "release_batch"]
 
-MOST_CELLS = 2**60  # more int32 would not fit into the address space
+MOST_CELLS = 2**60  # the largest number of int32 that fits into the address space
 
 
 @cython.final

@@ -60,5 +60,5 @@ cdef pp_allocator_api TABLE = pp_allocator_api(
     PP_ABI_VERSION, from_object, allocate, allocate_n, free_n, share_n, ref_count, free_count
 )
 
-# PyCapsule_Import goes by the capsule's name to the attribute.
+# PyCapsule_Import finds the attribute by the name of the capsule.
 allocator_module._C_API = PyCapsule_New(&TABLE, PP_ALLOCATOR_API, NULL)

@@ -46,5 +46,5 @@ cdef extern from "dlpack_abi.h" nogil:
 # Returns a capsule with all elements of `buffer` in one dimension. The capsule holds an export of the buffer.
 cdef object export_capsule(PageBuffer buffer, int type_code, bint versioned, uint64_t flags)
 # Reads the tensor of an object that supports DLPack and is in CPU memory. It is valid while the returned object lives.
-# Returns None for an object without DLPack. `flags` are DLPack's flags.
+# Returns None for an object without DLPack. Stores DLPack's flags in `flags`.
 cdef object import_tensor(object source, pp_dl_tensor *tensor, uint64_t *flags)

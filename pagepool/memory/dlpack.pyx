@@ -47,7 +47,8 @@ cdef void delete_versioned(pp_dl_managed_versioned *managed) noexcept nogil:
 
 
 cdef void destroy_capsule(object capsule) noexcept:
-    """A consumer renames the capsule and calls the deleter itself; one with its first name was never consumed."""
+    """A consumer renames the capsule and calls the deleter itself. A capsule with its original name was not
+    consumed."""
     if PyCapsule_IsValid(capsule, "dltensor"):
         drop(<Exported *>(<pp_dl_managed *>PyCapsule_GetPointer(capsule, "dltensor")).context)
     elif PyCapsule_IsValid(capsule, "dltensor_versioned"):
@@ -94,7 +95,8 @@ cdef object export_capsule(PageBuffer buffer, int type_code, bint versioned, uin
 
 
 cdef pp_dl_tensor *tensor_in(object capsule, uint64_t *flags) except? NULL:
-    """The tensor of a capsule in either form, NULL for anything else; its flags if they are wanted."""
+    """Returns the tensor of a capsule in either form, or NULL for another object. Stores its flags if `flags` is not
+    NULL."""
     cdef pp_dl_managed_versioned *managed
     if PyCapsule_IsValid(capsule, "dltensor_versioned"):
         managed = <pp_dl_managed_versioned *>PyCapsule_GetPointer(capsule, "dltensor_versioned")

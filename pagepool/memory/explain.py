@@ -12,7 +12,7 @@ __all__ = ["closed", "exhausted", "invalid_blocks", "invalid_slot", "unwritable_
 
 
 def closed(what: str, label: int | str | None) -> StaleHandle:
-    """The error of a closed sequence, which is called `what` if it has no label.
+    """Return the error of a closed sequence. The message calls it `what` if it has no label.
 
     >>> closed("sequence 3", None), closed("the sequence", "a")
     (StaleHandle('sequence 3 was closed: its blocks may have another owner by now'),

@@ -49,7 +49,7 @@ class KvGroup:
     max_blocks_per_seq: int | None = None
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.allocator, "allocate_n", None)):  # the reference has its own
+        if not callable(getattr(self.allocator, "allocate_n", None)):  # pagepool.reference has another class
             raise wrong("allocator", "a BlockAllocator", self.allocator)
         for name, low, high in (
             ("block_size", 1, MAX_BLOCK_SIZE),
@@ -107,7 +107,8 @@ class HeldSlot:
 
 
 class Checkpoint:
-    """A place that a `HybridSequence` can be rolled back to: its `position`, and a copy of its recurrent state."""
+    """A position to which a `HybridSequence` can be rolled back: the number of tokens, and a copy of the recurrent
+    state."""
 
     __slots__ = ("_state", "position")
 
@@ -140,7 +141,7 @@ class HybridSequence:
     label
         A request id or a name, for `BlockAllocator.owners`.
     keep
-        How many tokens it can be rolled back without a checkpoint: windows keep their blocks that much longer.
+        Number of tokens that can be rolled back without a checkpoint. Windows keep blocks for this many more tokens.
 
     Examples
     --------
@@ -243,7 +244,7 @@ class HybridSequence:
         self._len = length
 
     def trim(self) -> None:
-        """Frees the blocks that are behind a window now, instead of at the next `append`."""
+        """Frees the blocks that are behind a window immediately, instead of at the next `append`."""
         self._use()
         for state, start in zip(self.kv, self._starts(), strict=True):
             state.drop_before(start)
@@ -450,7 +451,7 @@ def newest(checkpoints: list[Checkpoint], length: int) -> int:
 
 
 def require_tokens(length: int, groups: Iterable[KvGroup], tables: Iterable[PagedSeqState]) -> None:
-    """Raises `ValueError` when a window has freed tokens that the first one after `length` would see."""
+    """Raises `ValueError` if a window has freed tokens that the first token after `length` sees."""
     for group, state in zip(groups, tables, strict=True):
         start, gone = length - (group.window or 0), state.first_block * state.block_size
         if length and gone > max(0, start):

@@ -11,11 +11,11 @@ cdef class KvCachePool:
     # In a flat pool, c_pool.layout has only item_bytes, block_bytes and dtype; the rest is 0. After close, base is NULL
     # and num_blocks 0. Code that reads c_pool without the GIL calls `pin` before and `unpin` after, both with the GIL.
     cdef pp_kv_pool c_pool
-    cdef int kind  # of the elements that views show: a pp_dtype, PP_INT8 for bytes
+    cdef int kind  # dtype of the elements in views: a pp_dtype, PP_INT8 for bytes
     cdef readonly object k_channel_scale  # or None; c_pool has its address
     cdef readonly BlockAllocator allocator
     cdef PageBuffer buffer
-    cdef bint elastic  # has room for more blocks than it began with
+    cdef bint elastic  # can have more blocks than at the start
     cdef readonly object layout
     cdef readonly Py_ssize_t page_size
     cdef object __weakref__

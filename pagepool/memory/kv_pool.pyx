@@ -282,7 +282,7 @@ cdef class KvCachePool:
         return 0
 
     cdef int adopt(self, object layout, BlockAllocator allocator) except -1:
-        """Attaches to `allocator` instead of the one before."""
+        """Detaches from the previous allocator and attaches to `allocator`."""
         if allocator.max_capacity > self.c_pool.num_blocks:
             raise ValueError(
                 f"the allocator has {allocator.max_capacity} blocks, the pool only {self.c_pool.num_blocks} pages"
@@ -301,7 +301,7 @@ cdef class KvCachePool:
                 wanted = f"{holder.block_size}, that of a {holder.kind} of the allocator"
                 raise ValueError(f"block_size must be {wanted}, not {layout.block_size}")
         if self.allocator is not None:
-            if self.allocator.checked:  # written only then: other threads may be reading it
+            if self.allocator.checked:  # written only in that case, because other threads may be reading it
                 allocator.checked = True
             self.allocator.c_detach(&self.c_pool)
         self.allocator = allocator
@@ -501,7 +501,7 @@ cdef class KvCachePool:
         return self.allocator.allocate()
 
     def free(self, i):
-        """Gives page i back; its content stays. Raises `InvalidBlock` when it is out of range or free already."""
+        """Frees page i; its content does not change. Raises `InvalidBlock` when it is out of range or free already."""
         self.allocator.free(i)
 
     def page(self, i):
@@ -585,7 +585,7 @@ cdef class KvCachePool:
                 pp_lock_release(&allocator.lock)
                 if length == 0:
                     break
-                # The end of a long run may be part of a granule. It is looked at again with the next run.
+                # A long run may end inside a granule. The rest of the granule is checked with the next run.
                 first = <int32_t>(done // page) if length == most and end > begin else first + length
         self.unpin()
         return given
@@ -615,7 +615,7 @@ cdef class KvCachePool:
             warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
 
     def __enter__(self):
-        """Returns the pool, which the end of the block closes. Raises `ValueError` when it is closed."""
+        """Returns the pool; the end of the `with` block closes it. Raises `ValueError` when it is closed."""
         self.check_open()
         return self
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 __all__ = ["Leak", "Owner", "warn_of"]
 
-MOST = 20  # owners that have a warning of their own
+MOST = 20  # number of owners that get their own warning
 
 
 class Owner(NamedTuple):
-    """One owner of a block, and how many of its references it has; `object` is None for "other"."""
+    """One owner of a block and the number of references that it holds; `object` is None for "other"."""
 
     kind: str
     label: int | str | None
@@ -34,7 +34,7 @@ def warn_of(leaks: list[Leak], where: str) -> None:
     """Issues a `ResourceWarning` for each leak, the largest first, and one for the rest when there are many.
 
     The owner is the warning's `source`: under `-X tracemalloc=10` Python says where it was made. The warning names the
-    first line up the stack that is not pagepool's own.
+    nearest caller outside pagepool.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("pagepool."):

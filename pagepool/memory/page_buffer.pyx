@@ -1,4 +1,4 @@
-"""PageBuffer: owns memory. Views hold a reference to it; the memory goes with the last one."""
+"""PageBuffer: owns memory. Views hold a reference to it; the memory is freed with the last reference."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_ND, PyBUF_STRIDES, Py_buffer
@@ -109,11 +109,11 @@ cdef class PageBuffer:
         if pp_count_replace(&self.exports, &count, PP_CLOSED):
             return True
         if count != PP_CLOSED:
-            raise BufferError(f"cannot close memory that {count} views look into")
+            raise BufferError(f"cannot close memory while {count} views of it exist")
         return False
 
     cdef int fill_view(self, Py_buffer *view, int flags) except -1:
-        """Answers a request for a buffer, for this object or for a pool that shows it as its own."""
+        """Fills in a buffer request, made to this object or to a pool that exports this memory."""
         if not self.c_export():
             raise BufferError("the memory is closed")
         view.buf = self.base

@@ -22,19 +22,19 @@ MIN_SCALE, MAX_SCALE = 1e-15, 1e15
 def calibrate_channels(keys: Any) -> NDArray[np.float32]:
     """Scales for the channels of quantised keys: `k_channel_scale` of `KvCachePool.from_layout`.
 
-    Returns float32 (num_layers, num_kv_heads, head_dim): each channel's largest absolute value, over the largest of its
-    head. A channel that was always 0 gets the least that is useful, 2^-10. Raises `ValueError` for another shape,
-    without a token, and for a key that is not finite.
+    Returns float32 (num_layers, num_kv_heads, head_dim): each channel's largest absolute value, divided by the largest
+    of its head. A channel that was always 0 gets the smallest useful scale, 2^-10. Raises `ValueError` for another
+    shape, without a token, and for a key that is not finite.
 
-    Channels of keys differ: some are tens of times as large as the others, in all tokens. A scale for each token and
-    head, which all channels share, leaves few steps to the small ones then; divided by these scales first, all are
-    about alike.
+    Some channels of keys are tens of times as large as the others, in all tokens. Each token and head has one scale for
+    all channels, so small channels would be quantised to few steps. After division by these scales, all channels have
+    about the same size.
 
     Parameters
     ----------
     keys
-        Float (num_layers, num_tokens, num_kv_heads, head_dim), or without the first axis for one layer: keys as
-        they are appended, of at least one token; some hundred of ordinary text do.
+        Float (num_layers, num_tokens, num_kv_heads, head_dim), or without the first axis for one layer: keys as they
+        are appended, of at least one token. A few hundred tokens of ordinary text are enough.
 
     Examples
     --------
@@ -53,7 +53,7 @@ def calibrate_channels(keys: Any) -> NDArray[np.float32]:
         )
     largest = np.abs(array.astype(np.float32, copy=False)).max(1)
     if not np.isfinite(largest).all():
-        raise ValueError(f"{np.count_nonzero(~np.isfinite(largest))} channels of keys have a number that is not finite")
+        raise ValueError(f"{np.count_nonzero(~np.isfinite(largest))} channels of keys have a value that is not finite")
     head = largest.max(2, keepdims=True)
     scale = np.divide(largest, head, out=np.ones_like(largest), where=head > 0)
     clamped: NDArray[np.float32] = np.maximum(scale, np.float32(2.0**-10))
@@ -84,7 +84,7 @@ def read_channel_scale(scale: Any, layout: KvLayout) -> NDArray[np.float32] | No
 
 
 def _fp8_values(kind: str) -> NDArray[np.float32]:
-    """The 256 numbers of a kind of fp8."""
+    """The values of all 256 bit patterns of a kind of fp8."""
     exponent_bits, bias = {"e4m3": (4, 7), "e5m2": (5, 15)}[kind]
     mantissa_bits = 7 - exponent_bits
     bits = np.arange(256)
@@ -100,7 +100,7 @@ def _fp8_values(kind: str) -> NDArray[np.float32]:
 
 
 def widen_fp8(values: Any, kind: str, scale: float = 1.0) -> NDArray[np.float32]:
-    """Numbers of fp8 as float32, exactly, for `KvCachePool.append`: pages have no fp8, int8 is more exact.
+    """Convert fp8 to float32, exactly, for `KvCachePool.append`. Pages do not store fp8, because int8 is more exact.
 
     Raises `TypeError` for another dtype, `ValueError` for another kind.
 
@@ -111,7 +111,7 @@ def widen_fp8(values: Any, kind: str, scale: float = 1.0) -> NDArray[np.float32]
     kind
         "e4m3" or "e5m2".
     scale
-        What they are multiplied by, as a cache of fp8 has it for a layer.
+        Factor for all values: the scale of the layer in the fp8 cache.
 
     Examples
     --------

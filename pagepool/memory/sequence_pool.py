@@ -82,7 +82,7 @@ class SequencePool:
         return _present(self._kv, "key-value pages").alloc()
 
     def free_kv(self, i: int) -> None:
-        """Gives page i back. Raises `InvalidBlock` when it is out of range or free already."""
+        """Frees page i. Raises `InvalidBlock` when it is out of range or free already."""
         _present(self._kv, "key-value pages").free(i)
 
     def alloc_ssm(self, request_id: int) -> int:
@@ -90,7 +90,7 @@ class SequencePool:
         return _present(self._ssm, "recurrent states").alloc(request_id)
 
     def release_ssm(self, i: int) -> None:
-        """Takes slot i back and zeroes it. Raises `InvalidSlot` when it is out of range or free already."""
+        """Frees slot i and zeroes it. Raises `InvalidSlot` when it is out of range or free already."""
         _present(self._ssm, "recurrent states").release(i)
 
     def ssm_slot(self, i: int) -> SequenceSlot:

@@ -26,7 +26,7 @@ cdef class SsmStatePool:
     cdef list slots  # lists of slots, None where none was made yet
     cdef object __weakref__
 
-    # For engines without the GIL, on a pool made by from_layout; they leave the slots' positions and request ids alone.
+    # For engines without the GIL, on a pool made by from_layout. They do not change positions and request ids of slots.
     # PP_EXHAUSTED.
     cdef pp_status c_alloc(self, int32_t *slot) noexcept nogil
     # Zeroes; PP_INVALID_SLOT when the slot is out of range or free, PP_INVALID_ARGUMENT without a layout.

@@ -127,7 +127,7 @@ class StateRow:
 
     @property
     def capacity(self):
-        """Steps that can be taken: a recurrent state has no last one."""
+        """Number of steps that can be taken: unlimited for a recurrent state."""
         return sys.maxsize
 
     def advance(self):
@@ -140,7 +140,7 @@ class StateRow:
         self.step_position = 0
 
     def copy_from(self, other):
-        """Becomes what `other`, a row of the same memory, is: its states and its position."""
+        """Copies the states and the position of `other`, a row of the same memory."""
         self._memory.copy(self._row, other._row)
         self.step_position = other.step_position
 
@@ -227,7 +227,7 @@ cdef class SsmStatePool:
         return PP_OK
 
     cdef object slot_at(self, int32_t i):
-        """Slot i, which is in range. Needs no memory for a slot that was in use before."""
+        """Returns slot i, which must be in range. Allocates nothing for a slot that was used before."""
         cdef list some = self.slots[i // SLOTS]
         cdef int32_t at = i % SLOTS
         if some is None or some[at] is None:
@@ -241,7 +241,7 @@ cdef class SsmStatePool:
         return some[at]
 
     cdef int32_t read_slot(self, object i) except -1:
-        """Needs no memory if `i` is a slot."""
+        """Allocates nothing if slot `i` exists."""
         cdef int overflow = 0
         cdef long long number
         if not PyLong_Check(i):
@@ -309,7 +309,7 @@ cdef class SsmStatePool:
         """
         cdef int32_t i
         found = []
-        for i in range(self.ids.taken):  # no others were ever used
+        for i in range(self.ids.taken):  # slots after this one were never used
             if self.ids.c_ref_count(i) > 0:
                 slot = self.slot_at(i)
                 found.append(Leak("state", slot.request_id, [i], [i], slot))

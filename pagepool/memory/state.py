@@ -17,7 +17,7 @@ __all__ = ["AttentionSequenceState", "Mamba2SequenceState", "SequenceSlot", "Seq
 
 @runtime_checkable
 class SequenceState(Protocol):
-    """The protocol of a sequence's state: what an `SsmStatePool` asks of the objects that it holds."""
+    """The protocol of a sequence's state, which the objects in an `SsmStatePool` must have."""
 
     @property
     def step_position(self) -> int:
@@ -54,7 +54,7 @@ class AttentionSequenceState:
 
     @property
     def capacity(self) -> int:
-        """The most tokens that the sequence may have."""
+        """The maximum number of tokens of the sequence."""
         return self._capacity
 
     def advance(self) -> None:
@@ -72,7 +72,7 @@ class AttentionSequenceState:
         if not isinstance(other, AttentionSequenceState):
             raise wrong("other", "an AttentionSequenceState", other)
         if other._position > self._capacity:
-            raise ValueError(f"position {other._position} is past the {self._capacity} steps of this state")
+            raise ValueError(f"position {other._position} exceeds the capacity of this state, {self._capacity} steps")
         self._position = other._position
 
 
@@ -100,7 +100,7 @@ class Mamba2SequenceState(AttentionSequenceState):
         self._h[...] = 0
 
     def copy_from(self, other: AttentionSequenceState) -> None:
-        """Becomes a copy of `other`: its `h` and its position. Raises `ValueError` when it has another shape."""
+        """Copies `h` and the position of `other`. Raises `ValueError` when it has another shape."""
         if not isinstance(other, Mamba2SequenceState) or other._h.shape != self._h.shape:
             raise ValueError(f"a state of shape {self._h.shape} cannot become a copy of {type(other).__name__}")
         super().copy_from(other)
@@ -125,14 +125,15 @@ class SequenceSlot:
         self.request_id = 0
 
     def step(self) -> None:
-        """Advances the state and the position by one. What the state raises leaves the position as it was."""
+        """Advances the state and the position by one. If the state raises an exception, the position does not
+        change."""
         self.state.advance()
         self.position += 1
 
     def copy_from(self, other: SequenceSlot) -> None:
         """Takes over the state and the position of `other`; the request stays.
 
-        The state copies itself, by its `copy_from`. Raises `TypeError`, and changes nothing, when it has none.
+        Uses the state's `copy_from`. Raises `TypeError`, and changes nothing, when it has none.
         """
         state: Any = self.state
         if not self._copies:
@@ -141,7 +142,7 @@ class SequenceSlot:
         self.position = other.position
 
     def reset(self) -> None:
-        """Resets the state; the position follows it, and no request has the slot."""
+        """Resets the state, sets the position to the state's position, and sets the request id to 0."""
         self.state.reset()
         self.position = self.state.step_position
         self.request_id = 0

@@ -60,7 +60,7 @@ def test_python_states_copy_themselves_or_say_that_they_cannot():
     bare = SsmStatePool(3, lambda i: Bare())
     with pytest.raises(TypeError, match="a Bare has no copy_from"):
         bare.copy(bare.alloc(1), bare.alloc(2))
-    with pytest.raises(ValueError, match="position 3 is past the 2 steps"):
+    with pytest.raises(ValueError, match="position 3 exceeds the capacity of this state, 2 steps"):
         longer = AttentionSequenceState(4)
         for _ in range(3):
             longer.advance()
