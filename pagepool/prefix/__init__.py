@@ -1,4 +1,4 @@
-"""The prefix cache: blocks that are kept for the next prompt with the same beginning."""
+"""The prefix cache: keeps blocks for later prompts that begin with the same tokens."""
 
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.checkpoints import StateCheckpoints

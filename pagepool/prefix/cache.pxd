@@ -25,7 +25,7 @@ cdef class PrefixCache:
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
     cdef tuple match_cached(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
 
-    # The functions below require the critical section of the cache, or that no other thread calls the cache.
+    # Call the functions below inside the critical section of the cache, or while no other thread calls the cache.
 
     # The names of the cached blocks among `blocks`.
     cdef list names_of(self, list blocks)
@@ -36,10 +36,10 @@ cdef class PrefixCache:
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     # The node of the last one of n blocks of a sequence, if that block is cached below `root` for its tokens; else -1.
     cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
-    # Whether `block` replaces the block of the node: the new one is in use and not cached, the old one is idle. `block`
-    # may have any count: callers may have freed the first blocks of a sequence.
+    # Whether `block` replaces the block of the node: true if the new block is in use and not cached, and the old block
+    # is idle. `block` may have any count: callers may have freed the first blocks of a sequence.
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
-    # All of `PrefixCache.cache_blocks` but its arguments, with a named key.
+    # `PrefixCache.cache_blocks` with arguments that were read before, and with a named key.
     cdef int64_t keep(
         self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1

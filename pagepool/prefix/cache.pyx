@@ -77,10 +77,11 @@ cdef class PrefixCache:
 
     Notes
     -----
-    The policy "gittins" learns from reuse which kinds of blocks come back, and after how long. While it has learnt
-    nothing it does as LRU. When the traffic changes it may find less than LRU. Once it has lost a tenth of the
-    allocator's blocks and a fourth of its earlier gain, it follows LRU for a while, each time twice as long. It may
-    lose as much again until the blocks that LRU would keep are cached again. It remembers up to four evicted prefixes
+    The policy "gittins" learns from reuse which kinds of blocks come back, and after how long. Until it has learnt
+    something it does the same as LRU. After a change of the traffic it may have fewer hits than LRU. When the loss
+    reaches a tenth of the allocator's blocks and a fourth of its earlier gain, it follows LRU for a while, each time
+    twice as long. The loss may double until the cache has the blocks that LRU would have. It remembers up to four
+    evicted prefixes
     for each block of the allocator, at `64 + 4 * block_size` bytes each: 512 bytes more than LRU for a block of 16
     tokens. Inserting and evicting a block costs about twice as much as with LRU.
 
@@ -116,7 +117,7 @@ cdef class PrefixCache:
         allocator.add_owner(self)
 
     cdef int open_store(self, store, events) except -1:
-        from pagepool.prefix.store import PrefixStore  # here: SQLite and hashes, which only a store needs
+        from pagepool.prefix.store import PrefixStore  # late: loads SQLite and hashes
         from pagepool.prefix.store_link import QUEUE_BYTES, StoreLink
         if not isinstance(store, PrefixStore):
             raise TypeError(f"store must be a PrefixStore or None, not {type(store).__name__}")
@@ -168,10 +169,10 @@ cdef class PrefixCache:
         return self.match(tokens, cache_salt, extra_keys, False, None, True)[0]
 
     def match_tokens(self, tokens, *, cache_salt=None, extra_keys=()):
-        """Do as `match_prefix`, and also find a last block that agrees only in part.
+        """Like `match_prefix`, but also find a last block that matches only in part.
 
-        The last block is the one that shares the most tokens, among the blocks cached behind the full ones. If there
-        are more than 1,024, only the most recent are compared.
+        Among the blocks cached behind the full ones, the last block is the one that shares the most tokens with the
+        prompt. If there are more than 1,024 candidates, only the most recent ones are compared.
 
         Parameters
         ----------
@@ -211,8 +212,8 @@ cdef class PrefixCache:
         return found
 
     def match_held(self, BlockRefs held not None, tokens, cache_salt=None, extra_keys=(), is_use=True):
-        """Do as `match_prefix`; `held`, of the same allocator, gets the references. Internal: without `is_use` no block
-        counts as used, and the store is not asked."""
+        """Like `match_prefix`, but store the references in `held`, which must have the same allocator. Internal: if
+        `is_use` is false, blocks are not marked as used and the store is not read."""
         return self.match(tokens, cache_salt, extra_keys, False, held, is_use)[0]
 
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use):
@@ -224,7 +225,7 @@ cdef class PrefixCache:
             return self.match_cached(row, cache_salt, keys, in_part, held, is_use)
 
     cdef tuple match_cached(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use):
-        """Do as `match` in this cache. Everything that can fail is done before anything changes."""
+        """Find a prompt in this cache only, without the store. All steps that can fail come before the first change."""
         cdef const int32_t[::1] row = token_row(tokens)
         cdef CachedBlocks cached = self.cached
         cdef int64_t n = row.shape[0] // self.block_size, num_full = 0, num_found, i
@@ -377,7 +378,7 @@ cdef class PrefixCache:
     def evict(self, n):
         """Give up to `n` blocks that only the cache holds back to the allocator, in the order of the policy.
 
-        O(1) per block. A block in use waits aside until a later call finds it idle, as if used just then.
+        O(1) per block. A block in use is set aside. When a later call finds it idle, it counts as used at that moment.
 
         Parameters
         ----------
@@ -457,7 +458,7 @@ cdef class PrefixCache:
         return True
 
     cdef bint offer_all(self):
-        """Put every cached block into the queue, each behind its parent; False when the queue is full."""
+        """Put every cached block into the queue, parents first. Return false if the queue is full."""
         cdef Node *nodes = self.cached.tree.nodes
         cdef int32_t root, node
         for root in self.cached.tree.roots.values():
@@ -595,8 +596,8 @@ cdef class PrefixCache:
             raise PoolError(f"broken invariant: {broken}")
 
     cdef object atomically(self, function):
-        """Call the function with the cache locked and the garbage collector paused: otherwise finalizers and other
-        threads could run in between."""
+        """Call the function with the cache locked and the garbage collector paused, so that no finalizer and no other
+        thread can run meanwhile."""
         cdef int paused
         with cython.critical_section(self):
             paused = pause_collector()
@@ -689,7 +690,7 @@ cdef class PrefixCache:
     cdef int64_t publish(
         self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1:
-        """All references are taken, or none, before anything changes."""
+        """Takes all references, or none, before it changes anything."""
         cdef CachedBlocks cached = self.cached
         cdef NodeTable tree = cached.tree
         cdef int32_t *taken = self.path + n  # the ids that the cache takes from `blocks`, -1 for the rest

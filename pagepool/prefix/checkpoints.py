@@ -58,7 +58,7 @@ class Kept:
     node: int = -1
     slot: int = -1
     position: int = 0
-    birth: int = 0  # of two states with one priority, the older goes first
+    birth: int = 0  # of two states with equal priority, the older one is dropped first
     reason: str = ""
     uses: float = 0.0
     age: float = 0.0
@@ -80,7 +80,8 @@ class ValueQueue:
         self._heap: list[Entry] = []
 
     def push(self, kept: Kept, num_states: int) -> None:
-        """Compute the priority again: after a use, and when the state before it came or went. O(log num_states)."""
+        """Compute the priority again: after a use, and when the state before it was added or dropped. O(log
+        num_states)."""
         priority = kept.age + self.value(kept.uses, kept.position - kept.above.position)
         heappush(self._heap, (priority, kept.birth, kept.version + 1, kept))
         kept.priority = priority
@@ -94,7 +95,7 @@ class ValueQueue:
         return uses * saves / (self._state_bytes + saves * TOKEN_BYTES)
 
     def least(self) -> Kept | None:
-        """Return the state that is dropped next. It stays."""
+        """Return the state that will be dropped next. Does not drop it."""
         while self._heap and not _is_current(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][3] if self._heap else None
@@ -108,25 +109,26 @@ def _is_current(entry: Entry) -> bool:
 
 
 class Stop(NamedTuple):
-    """A position of a prompt at which its state is worth a copy, and why."""
+    """A position of a prompt at which its state should be copied, and the reason."""
 
     position: int
     reason: str
 
 
 class CheckpointIndex:
-    """Which states are kept, by the exact tokens before them. Owns no state, only the numbers of their slots.
+    """Chooses which states are kept, and finds them by the exact tokens before them. Stores slot numbers, not the
+    states.
 
     Parameters
     ----------
     state_bytes : int
         Bytes of one state.
     budget_bytes : int or None
-        For states and the tokens that find them. None: no bound.
+        Limit for the states and for the tokens by which they are found. None: no limit.
     grid : int
         Tokens from one grid position to the next. 0: no grid.
     spacing : int
-        The fewest tokens between a state and the state before it.
+        The minimum number of tokens between a state and the state before it.
     align : int
         Positions are multiples of it: the block size of the prefix cache, or a multiple of the block size.
     prompt_ends : bool
@@ -187,7 +189,7 @@ class CheckpointIndex:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the states kept and of the tokens that find them."""
+        """Bytes of the kept states and of the tokens by which they are found."""
         return self.num_states * self.state_bytes + self._tree.num_tokens * TOKEN_BYTES
 
     def find(
@@ -311,7 +313,7 @@ class CheckpointIndex:
             priority = self._queue.age + self._queue.value(uses, at - begin)
             victim = self._queue.least()
             if victim is None or victim.priority >= priority:
-                # As if it had been kept and dropped at once: other states lose value while new ones arrive.
+                # Ages the other states as if this state had been kept and dropped immediately.
                 self._queue.age = max(self._queue.age, priority)
                 self.rejected += 1
                 return -1
@@ -410,7 +412,7 @@ class StateCheckpoints:
     grid : int
         Tokens from one grid position to the next. 0: no grid.
     spacing : int
-        The fewest tokens between two states of one prompt, at least 1.
+        The minimum number of tokens between two states of one prompt, at least 1.
     align : int
         States are kept only at multiples of this many tokens: the block size of the prefix cache, or a multiple of it
         where the kernels stop less often.

@@ -1,4 +1,4 @@
-"""PrefixDirectory: which of many caches hold which prefixes, by the names that their events give."""
+"""PrefixDirectory: records which caches hold which prefixes. Prefixes have the names from the events of the caches."""
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
@@ -14,8 +14,8 @@ from pagepool.errors import PoolError, refuse_copy
 
 __all__ = ["PrefixDirectory"]
 
-cdef int64_t LEAST = 64  # rows of the smallest table
-cdef int64_t AHEAD = 8  # how many names ahead rows are prefetched
+cdef int64_t LEAST = 64  # number of rows of the smallest table
+cdef int64_t AHEAD = 8  # number of names by which prefetches run ahead
 
 
 cdef extern from "block_hash.h" nogil:
@@ -85,18 +85,18 @@ cdef class PrefixDirectory:
         return self.room * (2 + self.words) * 8
 
     def num_blocks(self, int cache):
-        """How many prefixes a cache holds."""
+        """Return the number of prefixes that a cache holds."""
         self.see(cache, b"")
         return self.counts[cache]
 
     def add(self, int cache, bytes names not None):
-        """The cache holds these prefixes; those that it held already stay."""
+        """Record that the cache holds these prefixes, in addition to its earlier ones."""
         cdef int64_t n = self.see(cache, names)
         self.reserve(n)
         self.c_add_all(cache, <const uint64_t *>PyBytes_AS_STRING(names), n)
 
     def remove(self, int cache, bytes names not None):
-        """The cache holds these prefixes no longer; others it did not hold."""
+        """Record that the cache no longer holds these prefixes. Ignores prefixes that it did not hold."""
         cdef int64_t n = self.see(cache, names), i, at
         cdef const uint64_t *name = <const uint64_t *>PyBytes_AS_STRING(names)
         for i in range(n):
@@ -105,20 +105,20 @@ cdef class PrefixDirectory:
                 self.c_drop(cache, at)
 
     def clear(self, int cache):
-        """The cache holds nothing. Takes a look at every row."""
+        """Record that the cache holds no prefixes. O(rows)."""
         self.see(cache, b"")
         self.c_clear(cache)
 
     cdef void c_clear(self, int cache) noexcept nogil:
         cdef int64_t at = 0
-        # Closing a gap moves rows from behind into it, so that the row is looked at again; rows that come around the
-        # table's end have lost the bit already.
+        # Closing a gap moves a later row into it, so this position is checked again. Rows that move past the end of the
+        # table have already lost the bit.
         while self.counts[cache] and at < self.room:
             if not self.c_drop(cache, at):
                 at += 1
 
     def replace(self, int cache, bytes names not None):
-        """The cache holds these prefixes and no others."""
+        """Record that the cache holds exactly these prefixes."""
         cdef int64_t n = self.see(cache, names)
         self.reserve(n)
         self.c_clear(cache)
@@ -175,7 +175,7 @@ cdef class PrefixDirectory:
             raise PoolError(f"{rows} of {self.room} rows are taken")
 
     cdef int64_t see(self, int cache, bytes names) except -1:
-        """How many names these are."""
+        """Return the number of names."""
         if not 0 <= cache < self.counts.shape[0]:
             raise IndexError(f"cache {cache} is out of range: there are {self.counts.shape[0]} caches")
         if PyBytes_GET_SIZE(names) % 16:
@@ -183,7 +183,7 @@ cdef class PrefixDirectory:
         return PyBytes_GET_SIZE(names) // 16
 
     def reserve(self, int64_t n):
-        """Makes room for n names more, so that adding them needs no memory."""
+        """Reserves room for n more names, so that adding them allocates nothing."""
         cdef int64_t room = max(LEAST, self.room), old = self.room, at
         cdef size_t row = 2 + self.words
         cdef uint64_t *before = self.table
@@ -221,7 +221,7 @@ cdef class PrefixDirectory:
         row[2 + cache // 64] |= bit
 
     cdef bint c_drop(self, int cache, int64_t at) noexcept nogil:
-        """Takes the cache's bit from a row; true when the row went."""
+        """Clears the cache's bit in a row. Returns true if the row was removed."""
         cdef uint64_t *row = self.c_row(at)
         cdef uint64_t bit = <uint64_t>1 << (cache % 64)
         if not row[2 + cache // 64] & bit:
@@ -249,14 +249,14 @@ cdef class PrefixDirectory:
                 gap = at
 
     cdef int64_t c_find(self, const uint64_t *name) noexcept nogil:
-        """The row of a name; -1 when it has none."""
+        """Returns the row of a name, or -1."""
         if not self.num_rows:
             return -1
         cdef int64_t at = self.c_place(name)
         return -1 if self.c_is_empty(at) else at
 
     cdef int64_t c_place(self, const uint64_t *name) noexcept nogil:
-        """The row of a name, or the empty one where it would be."""
+        """Returns the row of a name, or the empty row into which it would be inserted."""
         cdef int64_t at = self.c_home(name)
         cdef uint64_t *row = self.c_row(at)
         while not (row[0] == name[0] and row[1] == name[1]) and not c_none(row + 2, self.words):

@@ -18,7 +18,8 @@ cdef struct Event:
 
 
 cdef class EventLog:
-    # Event number s, for first <= s < next, is at s % room; next - first <= room, and next - 1 events were before it.
+    # Event number s, for first <= s < next, is at s % room; next - first <= room. The next event gets the number
+    # `next`.
     cdef NodeTable tree
     cdef Event *events
     cdef int32_t *tokens  # block_size of each event

@@ -24,12 +24,12 @@ cdef extern from "block_hash.h" nogil:
 
 
 class PrefixEvent(NamedTuple):
-    """One change of a cache, in plain types that any channel carries.
+    """One change of a cache, in plain types that are easy to serialise.
 
     Attributes
     ----------
     sequence
-        1, 2, ...: a missing number is an event that was dropped, because the events were not drained in time.
+        Number of the event: 1, 2, ... A missing number means that an event was dropped before it was drained.
     kind
         "stored", "removed" or "cleared": all blocks were removed.
     block
@@ -39,7 +39,7 @@ class PrefixEvent(NamedTuple):
     parent
         The name of the prefix before the block, or of salt and keys alone; b"" with "cleared".
     tokens
-        Of the block itself, as int32 in this machine's byte order; b"" but with "stored".
+        The tokens of the block, as int32 in native byte order. b"" for kinds other than "stored".
     """
 
     sequence: int
@@ -56,9 +56,9 @@ class PrefixSnapshot(NamedTuple):
     Attributes
     ----------
     next_sequence
-        The number of the first change that it does not have.
+        Number of the first event after the snapshot.
     num_blocks
-        How many blocks there are: `stored` is shorter when it was cut short on its way.
+        Number of blocks. A shorter `stored` was truncated in transit.
     """
 
     next_sequence: int
@@ -72,11 +72,11 @@ class NameSnapshot(NamedTuple):
     Attributes
     ----------
     next_sequence
-        The number of the first change that it does not have.
+        Number of the first event after the snapshot.
     names
-        16 bytes for each block, one behind the other.
+        16 bytes for each block, concatenated.
     num_blocks
-        How many blocks there are: `names` is shorter when it was cut short on its way.
+        Number of blocks. A shorter `names` was truncated in transit.
     """
 
     next_sequence: int
@@ -85,14 +85,14 @@ class NameSnapshot(NamedTuple):
 
 
 def check_snapshot(snapshot):
-    """Raise `TypeError` if it is not a `PrefixSnapshot`, `PoolError` if blocks were lost on the way."""
+    """Raise `TypeError` if it is not a `PrefixSnapshot`, `PoolError` if it was truncated."""
     if not isinstance(snapshot, PrefixSnapshot):
         raise wrong("snapshot", "a PrefixSnapshot", snapshot)
     if len(snapshot.stored) != snapshot.num_blocks:
         raise PoolError(f"a snapshot of {snapshot.num_blocks} blocks has {len(snapshot.stored)}: it was cut short")
 
 
-# As the named tuples would be called, but without running Python code: in it another thread could change the log.
+# Makes named tuples without running Python code, because another thread could change the log meanwhile.
 cdef object new_tuple = tuple.__new__
 
 
@@ -125,7 +125,7 @@ cdef class EventLog:
             self.first += 1
 
     cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept:
-        """Name, parent and tokens of a node, or none."""
+        """Writes name, parent and tokens of a node to the log. Without a node they are empty."""
         cdef size_t row = self.tree.block_size
         memset(event.name, 0, sizeof(event.name))
         memset(event.parent, 0, sizeof(event.parent))
@@ -187,7 +187,7 @@ cdef class EventLog:
 
 def name_row(tokens, int block_size, bytes root not None):
     """The names of the full blocks of a prompt, as events give them, under `root_name` of a salt and keys: 16 bytes
-    each, one behind the other.
+    each, concatenated.
 
     >>> from pagepool.prefix.keys import root_key, root_name
     >>> len(name_row([1, 2, 3, 4, 5], 2, root_name(root_key(None, ()))))
@@ -209,7 +209,7 @@ def name_row(tokens, int block_size, bytes root not None):
 
 
 def prefix_names(tokens, int block_size, bytes root not None):
-    """The names of `name_row`, one by one.
+    """Split the result of `name_row` into a list of names.
 
     >>> [len(name) for name in prefix_names([1, 2, 3, 4, 5], 2, bytes(16))]
     [16, 16]

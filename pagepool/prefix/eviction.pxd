@@ -15,7 +15,7 @@ cdef class CachedBlocks:
     #   refs has the cached blocks
     #   num_cached = nodes with a block = those in the policy's lists + those in `in_use`
     #   inserted - evicted - cleared = num_cached
-    # node.place says in which list a node is.
+    # node.place names the list that has the node.
     cdef BlockAllocator allocator
     cdef CachedRefs refs
     cdef NodeTable tree
@@ -38,22 +38,23 @@ cdef class CachedBlocks:
     cdef bint c_in_use(self, int32_t node) noexcept
     # Caches a block at a node. The cache must hold its reference to the block already.
     cdef void c_put(self, int32_t node, int32_t block) noexcept
-    # The node was found by a look-up.
+    # Marks the node as found by a look-up.
     cdef void c_touch(self, int32_t node) noexcept
-    # Replaces the node's block, which no sequence uses, by another block of the same tokens; the cache must hold its
-    # reference to that already.
+    # Replaces the node's block, which no sequence uses, by another block of the same tokens. The cache must already
+    # hold its reference to the new block.
     cdef void c_give_place(self, int32_t node, int32_t block) noexcept
-    # The node, in a list of the policy, loses its block: returns it, and the reference is the caller's to drop.
+    # Removes the block from a node in a list of the policy, and returns the block. The caller drops its reference.
     cdef int32_t c_drop(self, int32_t node) noexcept
-    # Drops a block wherever it is; false when it is not cached.
+    # Drops a block from any list. Returns false if it is not cached.
     cdef bint c_discard(self, int32_t block) noexcept
-    # Moves a node from the policy's lists to `in_use`, and back.
+    # Move a node from the policy's lists to `in_use`, and back.
     cdef void c_set_aside(self, int32_t node) noexcept
     cdef void c_bring_back(self, int32_t node) noexcept
-    # Looks at up to `most` nodes of `in_use`, the longest there first; unused nodes return to the policy.
+    # Checks up to `most` nodes of `in_use`, oldest first. Unused nodes return to the policy.
     cdef void c_return_unused(self, int32_t most) noexcept
-    # The next candidate for eviction, or -1; all_seen: whether this call of c_evict has looked through all of `in_use`.
+    # Returns the next candidate for eviction, or -1. all_seen: this call of c_evict has already checked all of
+    # `in_use`.
     cdef int32_t c_victim(self, bint *all_seen) noexcept
-    # Up to n blocks; returns how many.
+    # Evicts up to n blocks. Returns the number of evicted blocks.
     cdef int64_t c_evict(self, int64_t n) noexcept
     cdef str audit(self)

@@ -36,10 +36,10 @@ POLICIES = {
 }
 
 cdef enum:
-    AT_ONCE = 64  # references that are dropped with the lock of the allocator taken once
+    AT_ONCE = 64  # number of references to drop for each acquisition of the allocator's lock
 
 
-@cython.no_gc_clear  # __dealloc__ gives blocks back to the allocator
+@cython.no_gc_clear  # __dealloc__ frees blocks of the allocator
 @cython.final
 cdef class CachedBlocks:
     """The blocks that a prefix cache holds a reference to. Internal: `PrefixCache` finds prompts and keeps blocks."""
@@ -61,7 +61,7 @@ cdef class CachedBlocks:
                     self.refs.c_drop_n(&self.tree.nodes[node].block, 1)
 
     cdef int reset(self) except -1:
-        """Drops every reference, the highest id first: the lowest is the next to be handed out."""
+        """Drops every reference, highest id first, so that the lowest id is the next to be handed out."""
         cdef int32_t block
         blocks = self.list_blocks()
         blocks.sort(reverse=True)
@@ -103,7 +103,7 @@ cdef class CachedBlocks:
         self.policy.c_touch(node)
 
     cdef void c_give_place(self, int32_t node, int32_t block) noexcept:
-        """The node keeps its place in the policy's lists."""
+        """Keeps the position of the node in the policy's lists."""
         cdef int32_t old = self.tree.nodes[node].block
         self.tree.nodes[node].block = block
         self.node_of[block] = node + 1
@@ -118,7 +118,7 @@ cdef class CachedBlocks:
         self.refs.c_drop_n(&old, 1)
 
     cdef int32_t c_drop(self, int32_t node) noexcept:
-        """Without a block the node is a ghost, and the policy may delete ghosts in c_evicted: the pin prevents it."""
+        """Pinned, because the node has no block for a moment, and the policy may delete such ghosts in c_evicted."""
         cdef int32_t block = self.tree.nodes[node].block
         self.tree.nodes[node].block = -1
         self.node_of[block] = 0
@@ -131,7 +131,7 @@ cdef class CachedBlocks:
         return block
 
     cdef bint c_discard(self, int32_t block) noexcept:
-        """The policy is told of an eviction."""
+        """Reports an eviction to the policy."""
         cdef int32_t node = self.node_of[block] - 1
         if node < 0:
             return False
@@ -174,8 +174,8 @@ cdef class CachedBlocks:
         return node
 
     cdef int64_t c_evict(self, int64_t n) noexcept:
-        """O(1) a block, amortised, since a node leaves the policy's lists at most once before its block is free; once a
-        call O(blocks in use), see the top of this file."""
+        """Amortised O(1) per block, because a node leaves the policy's lists at most once before its block is free.
+        Once per call O(blocks in use), see the top of this file."""
         cdef bint all_seen = False
         cdef int32_t dropped[AT_ONCE]
         cdef int64_t done = 0, num_dropped = 0

@@ -34,13 +34,13 @@ cdef enum:
     WAITS = 16  # bit: the node is in `waiting`
     MOST_USES = 4
     BUDGET = 16
-    LESSON = 2000  # the fewest uses between two lessons
+    LESSON = 2000  # the minimum number of uses between two calls of c_learn
     DOUBLINGS = 6  # unknown values: blocks are kept up to an age of 2^6 times the capacity, to learn
 
 cdef double CLEAR = 1.25  # the longest unused group stays if its value is above CLEAR times the lowest value
 cdef double NO_VALUE = 1e-4  # a value counts as 0 below this number of hits per block in `capacity` uses
 cdef double SHARED = 100.0  # the mean of all kinds counts as this number of blocks, in addition to a kind's own counts
-cdef double FADE = 0.97  # factor on all counts after each lesson
+cdef double FADE = 0.97  # factor for all counts after each call of c_learn
 
 cdef extern from *:
     """
@@ -135,7 +135,7 @@ cdef class ReuseAges:
         self.c_clear()
 
     cdef void c_clear(self) noexcept:
-        """Nothing is known: the block used last has the highest value."""
+        """Starts without knowledge: the most recently used block has the highest value."""
         cdef int kind, age
         for kind in range(KINDS):
             for age in range(AGES):
@@ -163,7 +163,7 @@ cdef class ReuseAges:
 
     cdef void c_learn_kind(self, int kind, const double *used, const double *ended, double weight) noexcept:
         """`hull` has the later points at which a steepest line can end."""
-        cdef double reused[66]  # of an age at age + 1, so that each has two neighbours
+        cdef double reused[66]  # the entry of an age is at index age + 1, so that each has two neighbours
         cdef double waited[66]
         cdef double hits[65]  # summed from the end, so hits and times are negative; only differences matter
         cdef double time[65]
@@ -276,7 +276,8 @@ cdef class GittinsPolicy(LruPolicy):
         self.c_link(node)
 
     cdef bint c_refuses(self, int32_t node) noexcept:
-        """True if the parent would be evicted for it, or is not cached: its value is below all cached blocks then."""
+        """True if the parent is not cached or would be evicted for this node. Its value is then below that of all
+        cached blocks."""
         cdef Node *nodes = self.tree.nodes
         cdef int32_t parent = nodes[node].parent
         if nodes[parent].parent < 0 or (nodes[parent].block >= 0 and self.c_victim() != parent):
@@ -377,7 +378,7 @@ cdef class GittinsPolicy(LruPolicy):
             self.tree.c_collect(ghost)
 
     cdef void c_used(self, int32_t node, bint cached) noexcept:
-        """The node, cached or not, was used again: counts the age of its group, and one more use of the node."""
+        """Records another use of a node, cached or not: counts the age of its group and one more use of the node."""
         cdef Group *group = &self.groups[self.tree.nodes[node].list]
         self.ages.used[group.kind][age_class(self.clock - group.time)] += 1.0
         if group.in_lru:
@@ -407,7 +408,7 @@ cdef class GittinsPolicy(LruPolicy):
         self.last = node
 
     cdef void c_learn(self) noexcept:
-        """O(groups), at most once in as many uses."""
+        """O(number of groups), and called at most once in that many uses."""
         cdef Group *group
         cdef int32_t i
         for i in range(self.num_made):
@@ -555,7 +556,7 @@ cdef class GittinsPolicy(LruPolicy):
         return oldest if self.shadow.followed or oldest_value <= CLEAR * least else best
 
     cdef bint c_follows_lru(self) noexcept:
-        """Whether LRU is followed in the request that begins."""
+        """Decides whether to follow LRU in the request that begins."""
         cdef ShadowLru *shadow = &self.shadow
         cdef int64_t allowed
         if self.clock < 2 * self.capacity:

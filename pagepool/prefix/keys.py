@@ -11,7 +11,7 @@ __all__ = ["listed", "root_key", "root_name"]
 
 
 def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
-    """Salt and keys as bytes that are equal only for equal ones: each with its type and its length before it.
+    """Encode salt and keys as bytes, each after its type and length, so that only equal keys have equal bytes.
 
     Raises `TypeError` for any other type than str, bytes, bool, int and None; also for integers and strings of NumPy,
     since keys of different types are different keys.

@@ -10,13 +10,13 @@ import numpy as np
 __all__ = ["LruPolicy", "belady_pass"]
 
 cdef struct Use:
-    int64_t next  # where the block is used next, or beyond all uses
+    int64_t next  # position of the next use of the block, or a number above all positions
     int32_t block
 
 
 @cython.auto_pickle(False)
 cdef class LruPolicy:
-    """Evicts the block that was looked up or cached the longest time ago. The policy `gittins` overrides it.
+    """Evicts the least recently used block. The policy `gittins` overrides it.
 
     Internal: a cache makes the policy that it is asked for by name; see `POLICIES` in pagepool.prefix.eviction.
     """
@@ -126,7 +126,8 @@ cdef int64_t belady_run(
     const int32_t *ids, const int64_t *ends, int64_t num_prompts, int64_t *next_use, int64_t *cached, Use *heap,
     int64_t capacity, int64_t *evicted
 ) noexcept nogil:
-    """cached[b] is where block b is used next, or -1; a use in the heap that says another place is out of date."""
+    """cached[b] is the position of the next use of block b, or -1. A heap entry with another position is out of
+    date."""
     cdef int64_t in_heap = 0, used = 0, hits = 0, i = 0, prompt
     cdef bint leading
     cdef Use use

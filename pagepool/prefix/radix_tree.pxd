@@ -18,11 +18,11 @@ cdef extern from *:
 
 
 cdef enum:
-    NOWHERE = -2  # next_in_bucket of a node that is in no bucket
+    NOWHERE = -2  # value of next_in_bucket for a node without a bucket
 
 
-# Where a node with a block waits to be evicted: in a list of the policy, or aside, because its block was in use when
-# its turn came.
+# The list of a node with a block: a list of the policy, or aside, because its block was in use when it was to be
+# evicted.
 cdef enum:
     LISTED
     IN_USE
@@ -30,13 +30,13 @@ cdef enum:
 
 # 64 bytes.
 cdef struct Node:
-    uint64_t hash  # of its parent and its tokens, where it is in a bucket; of a root the address of its key
+    uint64_t hash  # of parent and tokens, if it is in a bucket; of a root: the address of its key
     int32_t parent  # -1 for a root
     int32_t root  # of its tree; its own for a root
     int32_t next_in_bucket
     int32_t block  # -1 when it has none, or is not alive
     int32_t num_children
-    int32_t last_child  # the child found or added last, or -1: where the next walk looks first
+    int32_t last_child  # the child found or added last, or -1; the next walk compares it first
     int32_t first_child
     int32_t previous_sibling
     int32_t next_sibling
@@ -88,7 +88,7 @@ cdef inline void list_push(NodeList *self, Node *nodes, int32_t node) noexcept n
     self.size += 1
 
 
-# Whether links and size agree; every node of it must be alive.
+# Returns true if links and size agree. All nodes of the list must be alive.
 cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept nogil:
     cdef int32_t node = self.head, before = -1, size = 0
     while node >= 0 and size <= self.size:
@@ -127,17 +127,17 @@ cdef class NodeTable:
     cdef long long collisions
     cdef dict roots
 
-    # Names from now on: before the first node is made.
+    # Switches names on. Call it before the first node is made.
     cdef void c_give_names(self, bytes secret) noexcept
     # The 16 bytes of a node's name.
     cdef bytes name_of(self, int32_t node)
-    # Room for n more nodes: c_add then cannot fail. Pointers into the table end here.
+    # Reserves room for n more nodes, so that c_add cannot fail. Invalidates pointers into the table.
     cdef int reserve(self, int64_t n) except -1
-    # What `root` takes. Runs Python code: before `reserve`, since another thread may come between.
+    # Returns the argument of `root`. Runs Python code, during which other threads may run, so call it before `reserve`.
     cdef tuple named_key(self, bytes key)
-    # The root of a key, made when it is not there; `reserve` first.
+    # Returns the root of a key, and makes it if needed. Call `reserve` first.
     cdef int32_t root(self, tuple named_key) except -1
-    # The child with these tokens, every one compared, or -1.
+    # Returns the child with these tokens, or -1. Compares every token.
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil
     # Walks down from `node` along n blocks of tokens until a node is missing (`cached_only`: or has no block). Writes
     # the nodes to `path` and returns their number.
@@ -147,9 +147,10 @@ cdef class NodeTable:
     # Returns the cached child that shares the most leading tokens with `tokens` (n of them), or -1, and writes their
     # number to `common`. The lowest block wins a tie. Only the 1,024 youngest children are compared.
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept
-    # A new child; `parent` has none with these tokens.
+    # Adds a child. `parent` must not have a child with these tokens.
     cdef int32_t c_add(self, int32_t parent, const int32_t *tokens) noexcept
-    # A pinned node stays alive, and all above it. Unpinned, it is unmade if nothing else keeps it.
+    # Pin and unpin. A pinned node and its ancestors stay alive. Unpinning removes the node if nothing else keeps it
+    # alive.
     cdef inline void c_pin(self, int32_t node) noexcept:
         self.nodes[node].num_children += 1
 
@@ -158,14 +159,14 @@ cdef class NodeTable:
         if self.nodes[node].num_children == 0:
             self.c_collect(node)
 
-    # Unmakes the node if nothing keeps it alive, then its parent, and so on.
+    # Removes the node if nothing keeps it alive, then its parent, and so on.
     cdef void c_collect(self, int32_t node) noexcept
     cdef uint64_t c_hash(self, int32_t parent, const int32_t *tokens) noexcept nogil
     cdef void c_into_bucket(self, int32_t node) noexcept
     cdef void c_out_of_bucket(self, int32_t node) noexcept
     cdef void c_out_of_siblings(self, int32_t node) noexcept
     cdef int32_t c_make(self, int32_t parent) noexcept
-    # The next unused node, or one that was never made. n nodes from `first` on, no longer alive, become unused. O(1).
+    # Take the next unused node, or one that was never made; mark n dead nodes from `first` on as unused. O(1).
     cdef int32_t c_take_unused(self) noexcept
     cdef void c_put_unused(self, int32_t first, int32_t n) noexcept
     cdef void c_link_span(self, int32_t first, int32_t size) noexcept

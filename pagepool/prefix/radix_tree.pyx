@@ -1,4 +1,4 @@
-"""The radix tree of prefixes: a node is found behind its parent by its tokens, by a hash where there are several."""
+"""The radix tree of prefixes: a child is found by its tokens, with a hash if the parent has several children."""
 
 cimport cython
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
@@ -17,7 +17,7 @@ from pagepool.prefix.keys import root_name
 __all__ = ["NodeTable", "PrefixTree", "token_row"]
 
 cdef object INT32 = np.dtype(np.int32)
-cdef int32_t MOST_CHILDREN = 1024  # that are looked at for a block that is the same in part
+cdef int32_t MOST_CHILDREN = 1024  # number of children that are compared for a partly equal block
 cdef uint64_t ODD = 0x9e3779b97f4a7c15
 
 
@@ -51,7 +51,7 @@ cdef class NodeTable:
         return (<const char *>(self.names + 2 * node))[: 2 * sizeof(uint64_t)]
 
     cdef int reserve(self, int64_t n) except -1:
-        """Each node that is added brings two into buckets at most, itself and a first sibling."""
+        """Each added node brings at most two nodes into buckets: itself and its first sibling."""
         cdef int64_t needed = self.num_alive + n, room = max(64, self.room), buckets = max(64, self.num_buckets)
         cdef int64_t hashed = min(needed, self.num_hashed + 2 * n)
         cdef int32_t node, bucket
@@ -92,7 +92,7 @@ cdef class NodeTable:
         return 0
 
     cdef tuple named_key(self, bytes key):
-        """A key with what its root is called in events: what Python code must work out before anything begins."""
+        """A key and the name of its root in events, computed by Python code before any change."""
         return key, root_name(key, self.secret) if self.named else None
 
     cdef int32_t root(self, tuple named_key) except -1:
@@ -123,7 +123,7 @@ cdef class NodeTable:
         return pp_hash_block(pp_hash_fold(self.seed, <uint64_t>parent + ODD), tokens, self.block_size)
 
     cdef int32_t c_find(self, int32_t parent, const int32_t *tokens) noexcept nogil:
-        """The last child first: a walk along a path that was walked before hashes nothing."""
+        """Compares the last used child first, so that walking the same path again computes no hash."""
         cdef Node *nodes = self.nodes
         cdef size_t row = self.block_size, size = row * sizeof(int32_t)
         cdef int32_t node = nodes[parent].last_child
@@ -390,7 +390,7 @@ cdef class NodeTable:
 cdef class PrefixTree:
     """Prefixes of whole blocks, some of them held, without blocks of an allocator. Not thread-safe.
 
-    Every node is held or before a held one.
+    Every node is held or is an ancestor of a held node.
 
     >>> tree = PrefixTree(2)
     >>> node = tree.hold(b"key", token_row([1, 2, 3, 4]))
@@ -412,7 +412,7 @@ cdef class PrefixTree:
         return (self.table.num_alive - len(self.table.roots)) * self.table.block_size
 
     def walk(self, bytes key not None, const int32_t[::1] row):
-        """How many of the first blocks of `row` are in the tree, and the held nodes among them, the shortest first."""
+        """Return the number of leading blocks of `row` in the tree, and the held nodes among them, shortest first."""
         cdef int64_t same = 0
         cdef int32_t node = self.table.roots.get(key, -1), size = self.table.block_size
         held = []
@@ -425,11 +425,12 @@ cdef class PrefixTree:
         return same, held
 
     def reserve(self, int64_t num_tokens):
-        """Make room for `num_tokens` more tokens: `hold` then allocates no nodes."""
+        """Reserve room for `num_tokens` more tokens, so that `hold` allocates no nodes."""
         self.table.reserve(num_tokens // self.table.block_size + 1)
 
     def hold(self, bytes key not None, const int32_t[::1] row):
-        """Hold the prefix that ends with the last full block of `row`, of at least one; return its node."""
+        """Hold the prefix that ends with the last full block of `row`, and return its node. `row` must have a full
+        block."""
         cdef int64_t i, n = row.shape[0] // self.table.block_size
         cdef int32_t node, child
         self.reserve(row.shape[0])
@@ -441,7 +442,7 @@ cdef class PrefixTree:
         return node
 
     def release(self, int32_t node):
-        """Hold a node no longer."""
+        """Release a held node."""
         self.table.nodes[node].ghost = 0
         self.table.c_collect(node)
 
@@ -460,7 +461,7 @@ cdef class PrefixTree:
 
 
 def token_row(tokens):
-    """Token ids as a contiguous int32 array (n,), the one given where it is such.
+    """Return token ids as a contiguous int32 array (n,): `tokens` itself if it is one.
 
     Raises `TypeError` for anything but a sequence of integers, `ValueError` for several dimensions or an id beyond 32
     bits.
@@ -487,7 +488,8 @@ def token_row(tokens):
 
 # Seven times as fast as NumPy: a prompt of 8,192 tokens takes 33 us and not 237.
 cdef object of_integers(list tokens):
-    """A list of plain integers as int32. None when an item has another type or is too large: NumPy then raises."""
+    """Convert a list of plain integers to int32. Return None if an item has another type or is too large; NumPy then
+    raises."""
     cdef Py_ssize_t i = 0, size = len(tokens)
     cdef long long wide
     cdef int overflow
@@ -504,11 +506,11 @@ cdef object of_integers(list tokens):
     return result if i == size else None
 
 
-# In one pass over the ids, and not by numpy's minimum and maximum: with no memory left those may fail without an error
-# (numpy 2.4, "returned NULL without setting an exception").
+# One loop instead of NumPy's minimum and maximum. When memory is exhausted, those may fail without an exception (NumPy
+# 2.4: "returned NULL without setting an exception").
 cdef object narrow(object row):
     cdef bint unsigned = row.dtype.kind == "u"
-    # An unsigned id of 64 bits is negative as int64, and no other unsigned id is.
+    # Of the unsigned ids, only those of 64 bits can be negative as int64.
     cdef const int64_t[:] wide = row.astype(np.uint64).view(np.int64) if unsigned else row.astype(np.int64)
     cdef int64_t least = 0 if unsigned else INT32_MIN
     cdef Py_ssize_t i, size = wide.shape[0]

@@ -230,7 +230,7 @@ def _read_head(
     rest = file.read(sum(lengths) + SUM_BYTES)
     head, checksum = first + rest[:-SUM_BYTES], rest[-SUM_BYTES:]
     if len(rest) != sum(lengths) + SUM_BYTES or checksum != _head_sum(fingerprint, head):
-        raise ValueError(f"{path}: the session is damaged: its tokens fail their sum")
+        raise ValueError(f"{path}: the session is damaged: the checksum of its tokens is wrong")
     pieces, at = [], 0
     for length in lengths:
         pieces.append(rest[at : at + length])

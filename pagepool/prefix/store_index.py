@@ -90,7 +90,7 @@ class StoreIndex:
         if not is_writer:
             run("PRAGMA query_only = ON")
             return
-        run("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect in a new file
+        run("PRAGMA auto_vacuum = INCREMENTAL")  # has an effect only in a new file
         run("PRAGMA journal_mode = WAL")
         # Syncs the log before it is copied, so that a power loss leaves an older database, not a torn one.
         run("PRAGMA synchronous = NORMAL")
