@@ -81,9 +81,8 @@ cdef class PrefixCache:
     something it does the same as LRU. After a change of the traffic it may have fewer hits than LRU. When the loss
     reaches a tenth of the allocator's blocks and a fourth of its earlier gain, it follows LRU for a while, each time
     twice as long. The loss may double until the cache has the blocks that LRU would have. It remembers up to four
-    evicted prefixes
-    for each block of the allocator, at `64 + 4 * block_size` bytes each: 512 bytes more than LRU for a block of 16
-    tokens. Inserting and evicting a block costs about twice as much as with LRU.
+    evicted prefixes for each block of the allocator, at `64 + 4 * block_size` bytes each: 512 bytes more than LRU for a
+    block of 16 tokens. Inserting and evicting a block costs about twice as much as with LRU.
 
     Examples
     --------
