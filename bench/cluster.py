@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -60,7 +61,7 @@ class Answer:
 
 def prompts() -> list[str]:
     """Return prompts with shared prefixes of about 300 tokens, cut from the source of this repository's engine."""
-    source = (Path(__file__).resolve().parents[1] / "pagepool" / "engine.py").read_text(encoding="utf-8")
+    source = inspect.getsource(sys.modules[Engine.__module__])
     step = len(source) // NUM_BEGINNINGS
     beginnings = [source[start * step : start * step + 900] for start in range(NUM_BEGINNINGS)]
     return [f"{beginnings[number % NUM_BEGINNINGS]}\n# {number}\n" for number in range(NUM_REQUESTS)]

@@ -208,7 +208,7 @@ class FrontEnd(Intake):
                 self._counts["repeated_requests"] += 1
                 return self._join(known)
             if not self.is_accepting:
-                raise EngineClosed("the cluster takes no more requests")
+                raise EngineClosed("the cluster accepts no more requests")
             run.task = asyncio.run_coroutine_threadsafe(self._follow(run), self._loop)
             self._active.add(run)
             if run.key is not None:
@@ -311,7 +311,7 @@ class FrontEnd(Intake):
                 failed.add(choice.worker)
                 if lost == self.max_attempts:
                     why = next(iter(str(error).splitlines()), type(error).__name__)
-                    raise RuntimeError(f"{lost} workers were lost while they ran it, the last one: {why}") from error
+                    raise RuntimeError(f"the request failed on {lost} workers; the last error: {why}") from error
                 continue
             if run.reason is not None:
                 return run.reason
@@ -333,16 +333,16 @@ class FrontEnd(Intake):
                     try:
                         self._deliver(run, message)
                     except Exception as error:  # from the tokenizer, so it fails on any worker
-                        raise WorkerFailed(f"token {message.token_id} cannot be handed out: {error}") from error
+                        raise WorkerFailed(f"token {message.token_id} cannot be detokenized: {error}") from error
                     if run.reason is not None:
                         return Ended(run.reason)
                 elif message.reason == "error":
                     raise WorkerFailed(message.error)
                 elif message.reason == "abort":
-                    raise RuntimeError(f"worker {choice.worker!r} has given the request up")
+                    raise RuntimeError(f"worker {choice.worker!r} has aborted the request")
                 elif isinstance(message, Ended) and call.wants_offer:
                     return message
-        raise RuntimeError(f"worker {choice.worker!r} has not ended the request")
+        raise RuntimeError(f"worker {choice.worker!r} ended its messages before the request had ended")
 
     def _begin(self, side: _Side, choice: Choice, call: Call, begun: Begun, run: _Run) -> None:
         if begun.worker == choice.worker:

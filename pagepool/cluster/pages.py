@@ -220,7 +220,7 @@ class PageMover:
         if list(ticket.names[:count]) != names:
             pairs = enumerate(zip(ticket.names, names, strict=False))
             first = next((place for place, (theirs, ours) in pairs if theirs != ours), 0)
-            raise TransferError(f"the ticket is of another prompt: block {first} of {count} has another name")
+            raise TransferError(f"the ticket is for another prompt: the name of block {first} of {count} differs")
 
     def _take(self, refs: BlockRefs, count: int) -> list[int]:
         """Allocate `count` blocks, after evicting cached blocks if needed. Raises `PoolExhausted`."""

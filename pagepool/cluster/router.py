@@ -208,12 +208,9 @@ class Router:
                 if event.sequence != sequence:
                     self._counts["gaps"] += 1
                     raise PoolError(
-                        f"event {sequence} of worker {worker!r} was lost, here is {event.sequence}: restore a snapshot"
+                        f"event {sequence} of worker {worker!r} was lost, {event.sequence} came: restore a snapshot"
                     )
-                if type(event.name) is not bytes:
-                    raise wrong(f"the name of event {sequence}", "bytes", event.name)
-                if NAME_BYTES.get(event.kind) != len(event.name):
-                    raise ValueError(f"event {sequence} is {event.kind!r} with a name of {len(event.name)} bytes")
+                _check_event(event)
             self._directories[0].reserve(len(fresh))
             for event in fresh:
                 if event.kind == "stored":
@@ -358,7 +355,9 @@ class Router:
         found = integer("found_tokens", found_tokens, 0)
         with self._lock:
             if choice.found_tokens is not None:
-                raise ValueError(f"found_tokens of this choice is {choice.found_tokens} already, not {found}")
+                raise ValueError(
+                    f"found_tokens of this choice was already reported as {choice.found_tokens}, now {found}"
+                )
             choice.found_tokens = found
             counts, error = self._counts, choice.forecast_tokens - found
             counts["reports"] += 1
@@ -377,7 +376,7 @@ class Router:
         known = self._workers.get(worker)
         if known is None:
             if len(self._workers) == self.max_workers:
-                raise PoolError(f"worker {worker!r} is one more than the {self.max_workers} of max_workers")
+                raise PoolError(f"worker {worker!r} cannot be added: {self.max_workers} of max_workers are known")
             free = next(number for number in range(self.max_workers) if self._places[number] is None)
             known = _Worker(worker, free, epoch)
         elif epoch > known.epoch:
@@ -429,7 +428,7 @@ class Router:
         if not len(left):
             left = (self._heard > NEVER).nonzero()[0]
         if not len(left):
-            raise PoolError(f"0 of {len(self._workers)} workers have reported: there is none to choose")
+            raise PoolError("no worker can be chosen: 0 workers have called update or restore")
         avoided = {self._workers[name].number for name in avoid if name in self._workers}
         left = np.array([number for number in left.tolist() if number not in avoided], np.int64) if avoided else left
         if not len(left):
@@ -480,6 +479,17 @@ class Router:
             return {**now, **self._counts}
 
 
+def _check_event(event: PrefixEvent) -> None:
+    """Raise `TypeError` or `ValueError` for an event that cannot be applied."""
+    if type(event.name) is not bytes:
+        raise wrong(f"the name of event {event.sequence}", "bytes", event.name)
+    size, found = NAME_BYTES.get(event.kind), len(event.name)
+    if size is None:
+        raise ValueError(f"event {event.sequence} has kind {event.kind!r}, not one of {', '.join(NAME_BYTES)}")
+    if found != size:
+        raise ValueError(f"event {event.sequence}, {event.kind!r}, must have a name of {size} bytes, not {found}")
+
+
 def _reported(load: int, room: int, received: int | None) -> tuple[int, int, int | None]:
     count = None if received is None else integer("received", received, 0)
     return integer("load", load, 0, MAX_NUMBER), integer("room", room, 0, MAX_NUMBER), count
@@ -493,12 +503,13 @@ def _names_of(snapshot: NameSnapshot | PrefixSnapshot) -> tuple[int, bytes]:
         rows = [event.name for event in snapshot.stored]
         odd = next((name for name in rows if type(name) is not bytes or len(name) != size), None)
         if odd is not None:
-            raise ValueError(f"a stored block has a name of {size} bytes, not {len(odd)} of {type(odd).__name__}")
+            raise ValueError(f"the name of a stored block must be {size} bytes, not {type(odd).__name__} of {len(odd)}")
         return integer("next_sequence", snapshot.next_sequence, 1), b"".join(rows)
     if type(snapshot.names) is not bytes:
         raise wrong("the names of a snapshot", "bytes", snapshot.names)
     if len(snapshot.names) != size * integer("num_blocks", snapshot.num_blocks, 0):
         raise PoolError(
-            f"a snapshot of {snapshot.num_blocks} blocks has {len(snapshot.names)} bytes of names: it was cut short"
+            f"the names of {snapshot.num_blocks} blocks must have {size * snapshot.num_blocks} bytes, "
+            f"not {len(snapshot.names)}: the snapshot was cut short"
         )
     return integer("next_sequence", snapshot.next_sequence, 1), snapshot.names

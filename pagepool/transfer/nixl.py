@@ -45,7 +45,7 @@ def load_nixl() -> tuple[Any, Any]:
     """
     name = next((name for name in BACKENDS if find_spec(name) is not None), None)
     if name is None:
-        raise ImportError(f"NIXL is not installed: there is none of {', '.join(BACKENDS)}; pip install nixl-cu12")
+        raise ImportError(f"NIXL is not installed: pip install nixl-cu12 (found none of {', '.join(BACKENDS)})")
     with _loading:
         configure, raises = logging.config.dictConfig, logging.raiseExceptions
         logging.config.dictConfig = _leave_handlers
@@ -111,7 +111,7 @@ class NixlTransfer(Transfer):
     def offer(self, blocks: Iterable[int], names: Iterable[bytes] = (), seconds: float = 60.0) -> Lease:
         """Hold blocks for readers, as `Transfer.offer`. Raises `ValueError` if `serves` is false."""
         if not self.serves:
-            raise ValueError(f"transfer {self.name!r} only reads: give serves=True to offer pages")
+            raise ValueError(f"transfer {self.name!r} cannot offer pages: it was created with serves=False")
         return super().offer(blocks, names, seconds)
 
     def _attach(self, memory: Memory) -> bytes:
@@ -133,7 +133,7 @@ class NixlTransfer(Transfer):
     def _connect(self, peer: PeerDescription) -> None:
         digest, metadata = peer.connection[:DIGEST_BYTES], peer.connection[DIGEST_BYTES:]
         if sha256(metadata).digest() != digest:  # corrupt metadata can crash NIXL's C++ parser
-            raise TransferError(f"the description of peer {peer.name!r} was changed on its way")
+            raise TransferError(f"the description of peer {peer.name!r} is corrupt: its connection has another digest")
         try:
             self._agent.add_remote_agent(metadata)
         except self._errors as error:
@@ -161,12 +161,12 @@ class NixlTransfer(Transfer):
             state = self._agent.check_xfer_state(request)
         except self._errors as error:
             self._release(request)
-            raise TransferError(f"NIXL has lost the peer: {error}") from error
+            raise TransferError(f"NIXL has lost the connection to the peer: {error}") from error
         if state == "PROC":
             return False
         self._release(request)
         if state != "DONE":
-            raise TransferError(f"a transfer of NIXL ended with {state}")
+            raise TransferError(f"NIXL's read ended in state {state}, not DONE")
         return True
 
     def _release(self, request: Any) -> None:

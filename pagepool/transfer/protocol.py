@@ -156,7 +156,7 @@ class Transfer(ABC):
         if not isinstance(pool, KvCachePool):
             raise wrong("pool", "a KvCachePool", pool)
         if self._registered is not None:
-            raise ValueError(f"transfer {self.name!r} has {self._registered.pool!r} already")
+            raise ValueError(f"transfer {self.name!r} already has a pool: {self._registered.pool!r}")
         num_blocks = pool.allocator.max_capacity
         if not num_blocks:
             raise ValueError("a pool of 0 blocks has no pages to transfer")
@@ -220,7 +220,7 @@ class Transfer(ABC):
             raise ValueError(f"peer {peer.name!r} has the name of this engine")
         if peer.name in self._leaving:
             raise TransferError(
-                f"peer {peer.name!r} was forgotten, and {self._in_flight(peer.name)} reads have not ended"
+                f"peer {peer.name!r} was forgotten while reads ran: {self._in_flight(peer.name)} have not ended"
             )
         known = self._peers.get(peer.name)
         if known is not None and known.epoch != peer.epoch:
@@ -360,7 +360,9 @@ class Transfer(ABC):
         """Cancel a read; the next `poll` returns its blocks as failed. Raises `ValueError` if the read has ended."""
         found = self._reads.get(read)
         if found is None or found.is_reported:
-            raise ValueError(f"read {read} has ended or never began; the last one was {self._last_read}")
+            raise ValueError(
+                f"read {read} is not running: it has ended or was never started (last read: {self._last_read})"
+            )
         found.error = found.error or "the read was cancelled"
 
     def is_lost(self, peer: str) -> bool:
@@ -376,7 +378,7 @@ class Transfer(ABC):
         Raises `ValueError` if the peer was not met.
         """
         if peer not in self._peers:
-            raise ValueError(f"peer {peer!r} is none of the {len(self._peers)} that were met")
+            raise ValueError(f"peer {peer!r} was not met: {len(self._peers)} other peers are connected")
         self._leaving[peer] = self._peers.pop(peer)
         self._lost.discard(peer)
         for read in self._reads.values():
@@ -424,7 +426,7 @@ class Transfer(ABC):
     def _own(self) -> _Registered:
         self._check_open()
         if self._registered is None:
-            raise ValueError(f"transfer {self.name!r} has no pool yet: register one")
+            raise ValueError(f"transfer {self.name!r} has no pool: call register first")
         return self._registered
 
     def _in_flight(self, peer: str) -> int:
@@ -441,12 +443,18 @@ class Transfer(ABC):
             raise wrong("ticket", "a Ticket", ticket)
         peer = self._peers.get(ticket.peer)
         if peer is None:
-            raise TransferError(f"peer {ticket.peer!r} of the ticket is none of the {len(self._peers)} that were met")
+            raise TransferError(
+                f"peer {ticket.peer!r} of the ticket was not met: {len(self._peers)} other peers are connected"
+            )
         if peer.epoch != ticket.epoch:
-            raise TransferError(f"the ticket is of epoch {ticket.epoch} of peer {peer.name!r}, met in {peer.epoch}")
+            raise TransferError(
+                f"the ticket has epoch {ticket.epoch}, but peer {peer.name!r} was met in epoch {peer.epoch}"
+            )
         highest = max(block for block, _ in ticket.blocks)
         if highest >= peer.num_blocks:
-            raise TransferError(f"the ticket has block {highest}, and peer {peer.name!r} has {peer.num_blocks} blocks")
+            raise TransferError(
+                f"block {highest} of the ticket is not one of the {peer.num_blocks} blocks of {peer.name!r}"
+            )
         return peer
 
     def _post_read(self, read: _Read, peer: PeerDescription) -> None:
@@ -515,7 +523,7 @@ class Transfer(ABC):
         epoch, words = int(landing[0, read.blocks[0]]), landing[1, read.blocks]
         wanted = np.array([times for _, times in read.ticket.blocks], np.uint64)
         if epoch != read.ticket.epoch:
-            read.error = f"peer {read.ticket.peer!r} is in epoch {epoch}, the ticket of {read.ticket.epoch}"
+            read.error = f"peer {read.ticket.peer!r} is in epoch {epoch}, but the ticket has epoch {read.ticket.epoch}"
             self._lost.add(read.ticket.peer)
             return np.zeros(len(wanted), bool)
         same = words >> np.uint64(32) == wanted
@@ -524,7 +532,7 @@ class Transfer(ABC):
             first = int(np.argmin(good))
             block, times = read.ticket.blocks[first]
             found = f"has generation {int(words[first]) >> 32}, not {times}" if not same[first] else "is free"
-            read.error = f"{int((~good).sum())} of {len(good)} pages are not those of the ticket: block {block} {found}"
+            read.error = f"{int((~good).sum())} of {len(good)} pages do not match the ticket: block {block} {found}"
         return good
 
     def _report(self, read: _Read, good: NDArray[np.bool_]) -> ReadResult:
@@ -579,10 +587,14 @@ class Transfer(ABC):
 def _check_alone(allocator: BlockAllocator, ticket: Ticket, ids: list[int]) -> None:
     """Check that only the caller holds references to the destination blocks, and that their number is right."""
     if len(ids) != len(ticket.blocks):
-        raise ValueError(f"the ticket has {len(ticket.blocks)} blocks, {len(ids)} were given to read them into")
+        raise ValueError(
+            f"blocks must have one entry for each of the {len(ticket.blocks)} blocks of the ticket, not {len(ids)}"
+        )
     if len(set(ids)) != len(ids):
-        raise ValueError(f"of {len(ids)} blocks to read into only {len(set(ids))} are different")
+        raise ValueError(f"blocks must be different, but only {len(set(ids))} of {len(ids)} are")
     for block in ids:
         count = allocator.ref_count(block)
         if count != 1:
-            raise InvalidBlock(f"block {block} has {count} references, not the 1 of who reads into it")
+            raise InvalidBlock(
+                f"block {block} has {count} references; the destination of a read must have 1, the caller's"
+            )

@@ -71,7 +71,7 @@ class Ticket:
         _set(self, "names", _row("the names of a ticket", self.names))
         if self.names and len(self.names) != len(self.blocks):
             raise TransferError(
-                f"a ticket of {len(self.blocks)} blocks has as many names or none, not {len(self.names)}"
+                f"a ticket of {len(self.blocks)} blocks must have {len(self.blocks)} names or 0, not {len(self.names)}"
             )
         for name in self.names:
             _check_bytes("a name of a ticket", name, MAX_TEXT)
@@ -221,24 +221,24 @@ def _row(what: str, value: Any) -> tuple[Any, ...]:
         raise TransferError(f"{what} must be a sequence, not {type(value).__name__}")
     row = tuple(value)
     if len(row) > MAX_TICKET_BLOCKS:
-        raise TransferError(f"{what} are {len(row)}, and at most {MAX_TICKET_BLOCKS} are allowed")
+        raise TransferError(f"{what} must have at most {MAX_TICKET_BLOCKS} entries, not {len(row)}")
     return row
 
 
 def _pair(value: Any) -> tuple[int, int]:
     pair = _row("a block of a ticket", value)
     if len(pair) != 2:
-        raise TransferError(f"a block of a ticket has 2 numbers, its id and its generation, not {len(pair)}")
+        raise TransferError(f"a block of a ticket must be 2 numbers, its id and its generation, not {len(pair)}")
     return _number("a block", pair[0], MAX_BLOCK), _number("a generation", pair[1], MAX_GENERATION)
 
 
 def _check_text(what: str, value: Any) -> None:
     if type(value) is not str or not 0 < len(value) <= MAX_TEXT:
-        found = f"{len(value)}" if isinstance(value, str) else type(value).__name__
+        found = f"{len(value)} characters" if isinstance(value, str) else type(value).__name__
         raise TransferError(f"{what} must be a str of 1 to {MAX_TEXT} characters, not {found}")
 
 
 def _check_bytes(what: str, value: Any, most: int) -> None:
     if type(value) is not bytes or len(value) > most:
-        found = f"{len(value)}" if isinstance(value, bytes) else type(value).__name__
-        raise TransferError(f"{what} must be bytes, at most {most}, not {found}")
+        found = f"{len(value)} bytes" if isinstance(value, bytes) else type(value).__name__
+        raise TransferError(f"{what} must be at most {most} bytes, not {found}")

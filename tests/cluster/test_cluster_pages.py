@@ -98,7 +98,7 @@ def test_a_reallocated_page_ends_the_usable_prefix(source, reader):
     assert source.allocator.allocate() == third
     fetched = reader.mover.fetch(offer, TOKENS)
     assert (fetched.found_tokens, fetched.moved_tokens) == (0, 8)
-    assert fetched.error == f"1 of 4 pages are not those of the ticket: block {third} has generation 2, not 1"
+    assert fetched.error == f"1 of 4 pages do not match the ticket: block {third} has generation 2, not 1"
     assert reader.cache.cached_tokens(TOKENS) == 8 and reader.allocator.in_use == 2
     source.allocator.free(third)
 
@@ -114,7 +114,7 @@ def test_reallocated_pages_do_not_end_other_reads_from_the_same_worker(source, r
     forget = transfer.forget
     transfer.forget = lambda peer: found.append(peer) or forget(peer)
     fetched = reader.mover.fetch(stale, TOKENS)
-    assert fetched.moved_tokens == 0 and "4 of 4 pages are not those of the ticket" in fetched.error
+    assert fetched.moved_tokens == 0 and "4 of 4 pages do not match the ticket" in fetched.error
     assert found == [], "a healthy worker was forgotten"
     assert reader.mover.fetch(good, other) == Fetched(0, 16, "")
 
@@ -148,7 +148,7 @@ def test_pages_of_another_prompt_are_refused(source, reader):
     offer = source.mover.offer("source", TOKENS)
     for tokens, salt in ([[*TOKENS[:4], *range(50, 63)], None], [TOKENS, "salt"]):
         fetched = reader.mover.fetch(offer, tokens, salt)
-        assert fetched.moved_tokens == 0 and "the ticket is of another prompt: block" in fetched.error
+        assert fetched.moved_tokens == 0 and "the ticket is for another prompt: the name of block" in fetched.error
         assert reader.cache.cached_tokens(tokens, cache_salt=salt) == 0 and reader.allocator.in_use == 0
     assert reader.mover.fetch(offer, TOKENS).moved_tokens == 16
 

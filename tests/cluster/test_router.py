@@ -342,7 +342,7 @@ def test_a_worker_with_a_refused_first_message_is_not_added():
     router = Router(2, max_workers=1)
     with refuses(PoolError, 1, "a", 7):
         router.update("a", 1, [EVENT._replace(sequence=7)], load=0, room=0)
-    with pytest.raises(PoolError, match="there is none to choose"):
+    with pytest.raises(PoolError, match="no worker can be chosen"):
         router.choose([1, 2, 3])
     router.update("b", 1, [], load=0, room=0)
     assert router.choose([1, 2, 3]).worker == "b"
@@ -503,12 +503,12 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
         (
             lambda r: r.update("a", 1, [EVENT._replace(kind="lost")], load=0, room=0),
             ValueError,
-            "event 1 is 'lost' with a name of 16 bytes",
+            "event 1 has kind 'lost', not one of stored, removed, cleared",
         ),
         (
             lambda r: r.update("a", 1, [EVENT, EVENT._replace(sequence=2, name=b"")], load=0, room=0),
             ValueError,
-            "event 2 is 'stored' with a name of 0 bytes",
+            "event 2, 'stored', must have a name of 16 bytes, not 0",
         ),
         (
             lambda r: r.update("a", 1, [EVENT, EVENT._replace(sequence=2, name="x" * 16)], load=0, room=0),
@@ -518,7 +518,7 @@ EVENT = PrefixEvent(1, "stored", 0, bytes(16), bytes(16), b"")
         (
             lambda r: r.update("a", 1, [EVENT, EVENT._replace(sequence=2, kind="unknown")], load=0, room=0),
             ValueError,
-            "event 2 is 'unknown' with a name of 16 bytes",
+            "event 2 has kind 'unknown', not one of stored, removed, cleared",
         ),
         (lambda r: r.restore("a", 1, [], load=0, room=0), TypeError, "snapshot must be a PrefixSnapshot, not list: []"),
         (lambda r: r.choose(["a"]), TypeError, "tokens must be integers, not <U1"),

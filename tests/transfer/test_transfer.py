@@ -99,7 +99,7 @@ def test_a_page_of_another_generation_fails_and_the_other_pages_load(pair, when)
     allocator.free([1])
     assert allocator.allocate() == 1
     stamp(source.pool, 1, 999)
-    error = "1 of 3 pages are not those of the ticket: block 1 has generation 2, not 1"
+    error = "1 of 3 pages do not match the ticket: block 1 has generation 2, not 1"
     assert ended(reader) == [(number, [blocks[0], blocks[2]], [blocks[1]], error)]
     assert reader.pool.page(blocks[2])[0] == 102.0
 
@@ -110,7 +110,7 @@ def test_a_free_block_fails_even_with_an_unchanged_generation(pair):
     source.poll()
     source.pool.allocator.free([3])  # its memory may be returned to the system and read as zeros
     number = reader.read(ticket, reader.pool.allocator.allocate_n(1))
-    assert ended(reader) == [(number, [], [0], "1 of 1 pages are not those of the ticket: block 3 is free")]
+    assert ended(reader) == [(number, [], [0], "1 of 1 pages do not match the ticket: block 3 is free")]
 
 
 def test_an_old_ticket_is_valid_while_its_blocks_are_held(pair, clock):
@@ -122,7 +122,7 @@ def test_an_old_ticket_is_valid_while_its_blocks_are_held(pair, clock):
     assert ended_after(reader, ticket) == ([0, 1], [], "")
     source.pool.allocator.free([2, 3])
     source.pool.allocator.allocate_n(2)
-    error = "2 of 2 pages are not those of the ticket: block 2 has generation 2, not 1"
+    error = "2 of 2 pages do not match the ticket: block 2 has generation 2, not 1"
     assert ended_after(reader, ticket) == ([], [2, 3], error)
 
 
@@ -254,7 +254,7 @@ def test_the_epoch_is_read_with_the_words(pair):
     source, reader = pair
     ticket = source.offer([0, 1]).ticket
     source._registered.memory.epoch_word[0] = 5  # another process now uses this address
-    error = f"peer 'source' is in epoch 5, the ticket of {ticket.epoch}"
+    error = f"peer 'source' is in epoch 5, but the ticket has epoch {ticket.epoch}"
     assert ended_after(reader, ticket) == ([], [0, 1], error)
 
 
@@ -264,7 +264,8 @@ def test_a_transport_that_writes_nothing_is_not_believed(pair):
     assert ended_after(reader, ticket) == ([0], [], "")
     reader.pool.allocator.free([0])
     reader._check = lambda request: True
-    assert ended_after(reader, ticket) == ([], [0], f"peer 'source' is in epoch 0, the ticket of {ticket.epoch}")
+    error = f"peer 'source' is in epoch 0, but the ticket has epoch {ticket.epoch}"
+    assert ended_after(reader, ticket) == ([], [0], error)
 
 
 @pytest.mark.parametrize(

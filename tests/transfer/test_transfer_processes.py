@@ -85,7 +85,7 @@ def test_a_ticket_of_free_or_reallocated_blocks_fails(source, reader, pool):
     reader.meet(source.describe())
     old = source.offer([5, 6], 0)
     source.free([6])
-    assert read(reader, pool, old) == ([0], [1], "1 of 2 pages are not those of the ticket: block 6 is free")
+    assert read(reader, pool, old) == ([0], [1], "1 of 2 pages do not match the ticket: block 6 is free")
 
 
 def test_an_old_ticket_is_valid_until_its_blocks_are_reallocated(source, reader, pool):
@@ -96,7 +96,7 @@ def test_an_old_ticket_is_valid_until_its_blocks_are_reallocated(source, reader,
     assert read(reader, pool, ticket) == ([0, 1], [], "")
     source.free([6])
     source.take()
-    error = "1 of 2 pages are not those of the ticket: block 6 has generation 2, not 1"
+    error = "1 of 2 pages do not match the ticket: block 6 has generation 2, not 1"
     assert read(reader, pool, ticket) == ([0], [1], error)
 
 
@@ -241,7 +241,7 @@ def test_a_description_without_a_right_connection_is_refused(source, reader):
 def test_a_read_only_peer_offers_nothing(options, pool, reader):
     block = pool.allocator.allocate()
     if options:
-        with pytest.raises(ValueError, match="only reads"):
+        with pytest.raises(ValueError, match="serves=False"):
             reader.offer([block])
     else:
         reader.withdraw(reader.offer([block]))
