@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, Lock
 from time import monotonic, sleep
 from typing import Any
@@ -14,12 +15,33 @@ from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.events import prefix_names
+from pagepool.prefix.fingerprint import weights_digest
 from pagepool.prefix.keys import root_key, root_name
 from pagepool.transfer import Lease, ReadResult, Ticket, Transfer
 
-__all__ = ["Fetched", "PageMover"]
+__all__ = ["Fetched", "PageMover", "model_identity"]
 
 PAUSE = 1e-4  # seconds between polls, because the peer's thread also needs a core
+
+
+def model_identity(name: str, folder: str | Path, dtype: str) -> str:
+    """Return the `model` of a `PageMover`. It differs for models with equal names and different weights.
+
+    Parameters
+    ----------
+    name : str
+        Name of the model.
+    folder : path
+        Directory with the weights. All files are read.
+    dtype : str
+        The dtype in which the weights are loaded.
+
+    Returns
+    -------
+    str
+        The name, a digest of the weights, and the dtype.
+    """
+    return f"{name}, weights {weights_digest(folder)} as {dtype}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from refusals import refuses
 
 from pagepool import KvCachePool, KvLayout, PoolError, PrefixCache
 from pagepool.cluster.messages import Call, Waiting
-from pagepool.cluster.pages import Fetched, PageMover
+from pagepool.cluster.pages import Fetched, PageMover, model_identity
 from pagepool.cluster.worker import Worker
 from pagepool.engine import Engine, SamplingParams
 from pagepool.transfer import LocalTransfer
@@ -222,6 +222,25 @@ def test_another_model_is_refused_and_its_pages_are_computed(source):
     fetched = other.mover.fetch(source.mover.offer("source", TOKENS), TOKENS)
     assert fetched.moved_tokens == 0 and "model 'another model'" in fetched.error
     other.close()
+
+
+def test_pages_of_other_weights_under_the_same_name_are_refused(source, tmp_path):
+    identities = []
+    for number in range(2):
+        folder = tmp_path / str(number) / "model"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes([number]) * 8)
+        identities.append(model_identity("model", folder, "float32"))
+    assert model_identity("model", folder, "bfloat16") != identities[1] == model_identity("model", folder, "float32")
+    places = [Place(name) for name in ("first", "second")]
+    for place, name, identity in zip(places, ("1", "2"), identities, strict=True):
+        place.mover.close()
+        place.mover = PageMover(LocalTransfer(name), place.pool, place.cache, identity)
+    places[0].compute(TOKENS)
+    fetched = places[1].mover.fetch(places[0].mover.offer("first", TOKENS), TOKENS)
+    assert fetched.moved_tokens == 0 and identities[0] in fetched.error and identities[1] in fetched.error
+    for place in places:
+        place.close()
 
 
 def test_a_worker_of_a_model_without_a_prefix_cache_moves_no_pages():

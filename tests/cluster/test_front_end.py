@@ -213,6 +213,19 @@ def test_pages_move_once_and_shared_pages_do_not_move():
             assert router["forecast_tokens"] == router["found_tokens"] > 0
 
 
+def test_the_cost_of_moving_a_token_is_measured():
+    with cluster(1, 1) as world:
+        side = world.front_end._sides["decode"]
+        assert world.front_end._move_cost(side) == 0
+        world.front_end.submit(PROMPT, SamplingParams(9)).result(SECONDS)
+        wait_until(lambda: world.front_end._move_cost(side) > 0)
+        with world.lock:  # no news in between
+            half = {"moved_tokens": 50, "move_seconds": 1.0, "step_seconds": 2.0}
+            counts = {"prompt_tokens": 150, "cached_tokens": 110, "generated_tokens": 10}
+            side.stats = {"one": {**half, **counts}, "two": {**half, **counts}}
+            assert world.front_end._move_cost(side) == (2 / 100) / (4 / 100)
+
+
 def test_pages_of_a_worker_that_died_are_computed_instead():
     with cluster(1, 1) as world:
         decode = world.workers["decode-0"]
@@ -326,7 +339,9 @@ def test_a_new_front_end_knows_the_cached_blocks():
         with world.lock:
             front_end = FrontEnd(worker.limits(), Bytes(), world.decode, loop=world.loop)
             assert front_end.news(worker.news()) is True and front_end.stats()["workers"] == {}
-            assert front_end.news(worker.news(True)) is False and front_end.stats()["workers"].keys() == {name}
+            news = worker.news(True)
+            assert len(news.snapshot.names) == 16 * news.snapshot.num_blocks > 0  # the names and nothing else
+            assert front_end.news(news) is False and front_end.stats()["workers"].keys() == {name}
         world.new_front_end()
         world.front_end.submit(PROMPT, SamplingParams(2)).result(SECONDS)
         router = world.front_end.stats()["routers"]["decode"]

@@ -258,22 +258,26 @@ def test_a_request_id_is_answered_again_and_not_computed_again(served):
     assert response.status_code == 400 and "request_id 'once' was another request" in response.text
 
 
-@pytest.mark.parametrize("what", ["front_end", "proxy"])
-def test_a_front_end_that_is_killed_ends_its_connections_and_a_retry_is_answered_once(served, what):
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [("front_end", signal.SIGKILL), ("front_end", signal.SIGTERM), ("proxy", signal.SIGKILL)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_front_end_that_is_killed_ends_its_connections_and_a_retry_is_answered_once(served, what, number):
     front_end = served.handle.pid.remote().result(timeout_s=SECONDS)
     pid = process_of_serve(b"ProxyActor", front_end) if what == "proxy" else front_end
     burst = Burst()
     burst.wait_for_share(0.1)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     burst.join()
-    cut = [number for number, end in enumerate(burst.ends) if end != "data: [DONE]"]
+    cut = [prompt for prompt, end in enumerate(burst.ends) if end != "data: [DONE]"]
     assert cut, "the burst was over before the front end died"
     assert not any(end is None for end in burst.ends)
     wait_until(answers)
-    for number in cut:
+    for prompt in cut:
         tokens = []
-        assert stream(number, tokens, request_id=f"{id(burst)}-{number}") == "data: [DONE]"
-        served.check(number, tokens)
+        assert stream(prompt, tokens, request_id=f"{id(burst)}-{prompt}") == "data: [DONE]"
+        served.check(prompt, tokens)
     before = served.stats()["generated_tokens"]
     assert what == "proxy" or before == len(cut) * NEW
     stream(cut[0], [], request_id=f"{id(burst)}-{cut[0]}")

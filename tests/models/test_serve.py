@@ -24,6 +24,8 @@ from fake_runner import Bytes, FakeRunner, says  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from pagepool.cluster.front_end import FrontEnd  # noqa: E402
+from pagepool.cluster.messages import Limits  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
 from pagepool.serve.app import create_app  # noqa: E402
 from pagepool.serve.connections import Connection  # noqa: E402
@@ -76,24 +78,30 @@ class Served:
 
 @contextmanager
 def serving(runner, tokenizer=None, **limits):
-    with Engine(runner, tokenizer or Bytes()) as engine:
-        app = create_app(engine, "fake", **limits)
-        connection = partial(Connection, most=MOST)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", http=connection))
-        with socket.create_server(("127.0.0.1", 0)) as sock:
-            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-            thread.start()
-            wait_until(lambda: server.started)
-            served = Served(engine, sock.getsockname()[1])
-            try:
-                yield served
-                wait_until(served.is_idle)
-                engine.check()
-            finally:
-                served.openai.close()
-                served.http.close()
-                server.should_exit = True
-                thread.join(SECONDS)
+    with Engine(runner, tokenizer or Bytes()) as engine, listening(engine, **limits) as served:
+        yield served
+        wait_until(served.is_idle)
+        engine.check()
+
+
+@contextmanager
+def listening(engine, **limits):
+    """Serve an engine, or an object with its interface."""
+    app = create_app(engine, "fake", **limits)
+    connection = partial(Connection, most=MOST)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", http=connection))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        wait_until(lambda: server.started)
+        served = Served(engine, sock.getsockname()[1])
+        try:
+            yield served
+        finally:
+            served.openai.close()
+            served.http.close()
+            server.should_exit = True
+            thread.join(SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -735,6 +743,23 @@ def test_a_request_that_the_engine_aborts_gets_503():
         served.engine.scheduler.cancel(1)
         thread.join(SECONDS)
         assert found[0].status_code == 503 and "aborted" in found[0].json()["error"]["message"]
+
+
+def test_a_cluster_without_workers_answers_503_after_its_limit():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    limits = Limits(None, None, vocab_size=256, block_size=4, stop_token_ids=frozenset())
+    cluster = FrontEnd(limits, Bytes(), None, loop=loop, max_wait=0.1)
+    with listening(cluster) as served:
+        for options in ({}, {"stream": True}):
+            response = served.post(prompt="x", max_tokens=3, **options)
+            assert "there was no worker for 0.1 s" in response.text
+            assert response.status_code == (200 if options else 503)  # a stream has begun: the error is its only event
+        assert cluster.num_requests == 0
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(SECONDS)
+    loop.close()
 
 
 def test_a_tokenizer_without_a_chat_template_is_said_to_have_none(monkeypatch):

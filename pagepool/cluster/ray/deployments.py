@@ -65,12 +65,12 @@ class WorkerReplica:
         model, tokenizer = load_pretrained(options["model"], options["dtype"])
         engine = Engine(model, prefix_events=PREFIX_EVENTS, **options["engine"])
         name = serve.get_replica_context().replica_id.unique_id
-        transfer, identity = None, options["name"]
+        transfer, identity = None, ""
         if moves_pages:
-            from pagepool.prefix.fingerprint import weights_digest
+            from pagepool.cluster.pages import model_identity
             from pagepool.transfer.nixl import NixlTransfer
 
-            identity += f", weights {weights_digest(options['model'])} as {options['dtype']}"
+            identity = model_identity(options["name"], options["model"], options["dtype"])
             transfer = NixlTransfer(name, TRANSFER_SECONDS, serves=is_prefill)
         stops = stop_token_ids_of(model, tokenizer)
         self._worker = Worker(
