@@ -38,12 +38,22 @@ PP_INLINE void write_columns(const int W, const pp_rows *work, unsigned char *to
     for (; t < work->count; t++, to += W, from += step) write_column(W, to, from, words, ahead);
 }
 
-/* Writes one token of V into a row that interleaves two tokens: every other element. */
-PP_INLINE void write_every_other(unsigned char *to, const unsigned char *from, int dims, const unsigned char *ahead) {
-    for (int d = 0; d < dims; d++) {
-        memcpy(to + 4 * d, from + 2 * d, 2);
-        if (d % 16 == 0) prefetch_into_l2(ahead + 4 * d, 64);
+/* Writes 16 elements of one token of V into a row of pairs of tokens: its first or its second (`odd`) elements. */
+#ifndef PP_MASKED_STORES
+PP_INLINE void store_in_pairs(unsigned char *pairs, int odd, const unsigned char *from) {
+    PP_UNROLL for (int i = 0; i < 16; i++) memcpy(pairs + 4 * i + 2 * odd, from + 2 * i, 2);
+}
+#endif
+
+/* Writes one token of V into a row of pairs of tokens. */
+PP_INLINE void write_in_pairs(unsigned char *pairs, int odd, const unsigned char *from, int dims,
+                              const unsigned char *ahead) {
+    int d = 0;
+    for (; d + 16 <= dims; d += 16) {
+        store_in_pairs(pairs + 4 * d, odd, from + 2 * d);
+        prefetch_into_l2(ahead + 4 * d, 64);
     }
+    for (; d < dims; d++) memcpy(pairs + 4 * d + 2 * odd, from + 2 * d, 2);
 }
 
 /* Writes V of `count` tokens.  Two tokens that share an interleaved row are written together. */
@@ -63,7 +73,7 @@ PP_INLINE void write_woven(const pp_rows *work, unsigned char *to, const unsigne
             }
             t++;
         } else {
-            write_every_other(pair + place % 2 * 2, row, dims, ahead + (int64_t)place / 2 * dims * 4);
+            write_in_pairs(pair, place % 2, row, dims, ahead + (int64_t)place / 2 * dims * 4);
         }
     }
 }

@@ -130,6 +130,15 @@ static inline pp_v v_load_f16(const uint16_t *from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
+/* Writes 16 elements of 16 bits into a row of pairs: the first or the second (`odd`) elements.  The other elements are
+ * not written, because they may belong to another thread.  With stores of single elements, a decode step over pages of
+ * bf16 in the cache took 1.9 to 2.5 times as long (Zen 4). */
+#define PP_MASKED_STORES 1
+PP_INLINE void store_in_pairs(unsigned char *pairs, int odd, const unsigned char *from) {
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    _mm512_mask_storeu_epi16(pairs, odd ? 0xaaaaaaaa : 0x55555555, odd ? _mm512_slli_epi32(words, 16) : words);
+}
+
 /* For each number of heads, the accumulators that fit into 32 registers: heads and vectors in one pass over the scores,
  * whether its two chains run one after the other, and vectors in one pass over the values. */
 static inline int score_heads(int heads) { return heads; }
