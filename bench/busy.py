@@ -25,7 +25,7 @@ def spin(core):
 
 
 class Spinner:
-    """Context in which a process spins on `core`; it is stopped outside the context."""
+    """Context manager: a process spins on `core` inside the `with` block, and is stopped outside of it."""
 
     def __init__(self, core):
         self.process = multiprocessing.get_context("fork").Process(target=spin, args=(core,), daemon=True)

@@ -149,7 +149,7 @@ class Vllm:
 
 
 class CompiledVllm(Vllm):
-    """vLLM's CPU engine as it is by default, compiled by torch."""
+    """vLLM's CPU engine with its default settings: compiled by torch."""
 
     is_eager = False
 

@@ -34,7 +34,7 @@ MODELS = ("llama", "llama-1.4b", "mistral", "gemma3", "bamba")
 SIDES = ("pagepool", "generate", "generate_batch", "vllm", "vllm-compiled")
 DTYPES = ("bfloat16", "float32")
 PATIENCE = 1800  # timeout of a workload in seconds
-# Of a workload: sequences, tokens that all begin with, tokens of each one's own, new tokens.
+# Fields of a workload: number of sequences, shared tokens, own tokens, new tokens.
 WORKLOADS = {
     "short": (32, 0, 128, 128),
     "eight": (8, 0, 128, 128),

@@ -2,7 +2,7 @@
  *
  * Each function works for `seconds` and returns operations per second; call it from n threads at once for the rate of
  * n cores.  12 accumulators fit 16 registers and exceed latency times throughput of current CPUs (8 to 10).  Every sum
- * is used at the end; otherwise the compiler would drop the loop.  Built by bench/machine.py with -O3,
+ * is used at the end, so that the compiler cannot remove the loop.  Built by bench/machine.py with -O3,
  * -ffp-contract=fast and -march=native. */
 #define _GNU_SOURCE
 #include <stdatomic.h>
@@ -56,7 +56,7 @@ static double rate(double (*run)(void), double seconds) {
     return done / spent;
 }
 
-/* x = x * m + b on every accumulator: one fused operation each, both flops counted. */
+/* x = x * m + b on every accumulator: one fused operation each, which counts as two flops. */
 #define FMA_STRETCH(name, vector) \
     static double name(void) { \
         vector x[SUMS]; \
@@ -74,12 +74,13 @@ FMA_STRETCH(fma_stretch, floats)
 FMA_STRETCH(fma_of_8_stretch, eights)
 #endif
 
-/* The 16 KB in L1 that the next two functions read.  `opened` makes the compiler assume that they have changed. */
+/* The 16 KB in L1 that the next two functions read.  `opened` hides them from the optimiser, which then reads them
+ * again. */
 static words lines[LINES];
 static void opened(void) { __asm__ volatile("" : : "r"(lines) : "memory"); }
 
-/* Pairs of bfloat16 from L1, widened by a shift and a mask, one fused operation each.  A kernel with one query head per
- * KV head does the same. */
+/* Widens pairs of bfloat16 from L1 by a shift and a mask, with one fused operation each.  A kernel with one query head
+ * per KV head does the same. */
 static double widen_stretch(void) {
     floats even[SUMS / 2] = {{0}}, odd[SUMS / 2] = {{0}};
     const floats q = (floats){0} + 0.5f;

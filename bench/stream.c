@@ -60,8 +60,8 @@ static void read_contiguous(const stretch *self) {
     use(sum);
 }
 
-/* Starts at chunk `first`; chunks are multiples of STEP.  Prefetches follow the list `ahead` bytes ahead of the loads
- * and stay within the last chunk at the end. */
+/* Reads all chunks from `first` on, in the order of the list; their size is a multiple of STEP.  Prefetches run `ahead`
+ * bytes ahead of the loads. */
 static void read_chunks(const stretch *self, size_t first) {
     line sum[8] = {{0}};
     const size_t chunk = self->chunk, chunks = self->bytes / chunk, ahead = self->ahead;

@@ -219,8 +219,8 @@ class Tenant:
     weight : float
         Its share under the policy "fair": a tenant with twice the weight is served twice the tokens.
     max_blocks : int or None
-        Its quota: the most blocks that its running requests may ever need together. None: no bound. Cached blocks that
-        no sequence uses do not count, because they are evicted when a request needs room.
+        Its quota: the maximum number of blocks that its running requests may ever need together. None: no limit. Cached
+        blocks that no sequence uses do not count, because they are evicted when a request needs room.
 
     Raises
     ------
@@ -250,13 +250,13 @@ class SchedulerConfig:
     Parameters
     ----------
     max_sequences : int
-        Most active sequences (prefilling or decoding).
+        Maximum number of active sequences (prefilling or decoding).
     max_batch_tokens : int
-        Most tokens of one step, prefill and decode together.
+        Maximum number of tokens of one step, prefill and decode together.
     max_batch_sequences : int
-        Most sequences of one step. Each takes at least one of the step's tokens.
+        Maximum number of sequences of one step. Each takes at least one of the step's tokens.
     max_prefill_tokens : int
-        Most prompt tokens of one sequence in one step (its chunk).
+        Maximum number of prompt tokens of one sequence in one step (its chunk).
     block_size : int or None
         Tokens per block. None: the block size of the pool, or 16 when the pool has none.
     watermark : float

@@ -44,7 +44,7 @@ def write_model(folder):
 
 
 def interleaved(weight, heads):
-    """Rows of a projection of queries or keys in the order of llama.cpp's rotary embedding."""
+    """Reorder the rows of a query or key projection for llama.cpp's rotary embedding."""
     rows, width = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 

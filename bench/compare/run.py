@@ -100,7 +100,7 @@ class Server:
         while time.monotonic() < end:
             if self.process.poll() is not None:
                 break
-            with contextlib.suppress(httpx.HTTPError):  # it does not listen yet
+            with contextlib.suppress(httpx.HTTPError):  # the server does not listen yet
                 if httpx.get(f"{self.url}/models", timeout=5).status_code == 200:
                     return
             time.sleep(1)
@@ -108,7 +108,7 @@ class Server:
         raise SystemExit(f"{type(self).__name__} did not start; the end of its log:\n{tail}")
 
     def memory(self) -> float:
-        """GiB of the process and its children, pages that several of them share counted in parts."""
+        """GiB of the process and its children. A page that several of them share counts as a part in each (PSS)."""
         total = 0
         for pid in [self.process.pid, *children_of(self.process.pid)]:
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -278,7 +278,7 @@ def table(rows):
 
 
 def draw(rows, path):
-    """Each column as bars: the ratio of every side to the best one."""
+    """Draw each column as bars: every side relative to the best one."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -93,7 +93,8 @@ class Call:
 
 
 class Side:
-    """A side fills its memory in the constructor and has one or more methods; the fastest counts."""
+    """One implementation ("side") of a comparison. Its constructor fills the memory. If it has several methods of
+    computing, the fastest counts."""
 
     def __init__(self, case: Case):
         self.case = case

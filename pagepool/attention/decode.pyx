@@ -157,9 +157,9 @@ cdef class Arguments:
                 f"seq_lens {self.lengths.rows}"
             )
         if self.q.shape[0] > INT32_MAX or self.q.shape[1] > INT32_MAX:
-            raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the most is {INT32_MAX}")
+            raise ValueError(f"q has {max(self.q.shape[0], self.q.shape[1])} rows, the maximum is {INT32_MAX}")
         if self.tables.rows > INT32_MAX:
-            raise ValueError(f"block_tables has {self.tables.rows} sequences, the most is {INT32_MAX}")
+            raise ValueError(f"block_tables has {self.tables.rows} sequences, the maximum is {INT32_MAX}")
         if self.q.shape[0] * self.q.shape[1] > MOST_ROWS:  # a tensor with strides of 0 may have any size
             raise ValueError(f"q has {self.q.shape[0]} query tokens of {self.q.shape[1]} heads, the most is "
                              f"{MOST_ROWS} in all")
@@ -528,7 +528,7 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
         Reads chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples, a tree of
         them) once for all; they are found in the block tables. False: for each. No bit differs.
     num_threads
-        The most threads to use; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS.
+        The maximum number of threads; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS.
 
     Examples
     --------

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-new-tokens",
         type=between(1, MAX_NEW_TOKENS),
         metavar="N",
-        help=f"most tokens of a text; default: {DEFAULT_NEW_TOKENS}, or fewer if the model has less room",
+        help=f"maximum number of tokens of a text; default: {DEFAULT_NEW_TOKENS}, or fewer if the model has less room",
     )
     add("--temperature", type=float, default=0.0, metavar="T", help="0 (default): always the most likely token")
     add("--top-k", type=between(0, MAX_NEW_TOKENS), default=0, metavar="K", help="sample from the K most likely tokens")
@@ -179,7 +179,7 @@ def output_of(prompt: str, generation: Generation) -> dict[str, Any]:
 
 
 class Progress:
-    """Says on standard error every two seconds how far all prompts are, unless a terminal shows their texts."""
+    """Print the progress of all prompts on standard error every two seconds, unless a terminal shows their texts."""
 
     def __init__(self, engine: Engine, total: int, is_silent: bool) -> None:
         self._engine, self._total, self._is_silent = engine, total, is_silent
@@ -187,7 +187,7 @@ class Progress:
         self._next = self._began + PROGRESS_SECONDS
 
     def watch(self, generation: Generation) -> Iterator[str]:
-        """The texts of its tokens; they end where it fails."""
+        """Yield the texts of the generation's tokens. Ends without an exception if the generation fails."""
         with suppress(RuntimeError):  # `error` has the reason
             for token in generation:
                 if not self._is_silent and monotonic() >= self._next:
@@ -203,7 +203,7 @@ class Progress:
 def figures(
     engine: Engine, outputs: list[dict[str, Any]], seconds: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """All numbers of a run, for JSON."""
+    """Return the figures of a run, for JSON."""
     first = sorted(output["time_to_first_token"] for output in outputs if output.get("time_to_first_token") is not None)
     generated = sum(output.get("generated_tokens", 0) for output in outputs)
     return {

@@ -56,7 +56,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=between(1, MAX_SEQUENCES),
         default=32,
         metavar="N",
-        help="most sequences that run at the same time; default: 32",
+        help="maximum number of sequences that run at the same time; default: 32",
     )
     add("--threads", type=between(1, MAX_THREADS), metavar="N", help="threads of torch and of attention; default: all")
     add(
@@ -72,7 +72,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep cached prefixes in this directory: they survive restarts and can exceed the memory",
     )
-    add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="most bytes of --store for a model, such as 20G")
+    add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="maximum size of --store for a model, such as 20G")
 
 
 def require(command: str, extra: str, *modules: str) -> None:

@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-prompt-tokens",
         type=between(1, MAX_TOKENS),
         metavar="N",
-        help="most tokens of a prompt, longer prompts get status 400; default: the limit of the model",
+        help="maximum number of tokens of a prompt, longer prompts get status 400; default: the limit of the model",
     )
     add(
         "--max-requests",
         type=between(1, MAX_REQUESTS),
         default=256,
         metavar="N",
-        help="most requests that run or wait, others get status 429; default: 256",
+        help="maximum number of requests that run or wait, others get status 429; default: 256",
     )
     add(
         "--timeout",
@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=between(1, MAX_CONNECTIONS),
         default=1000,
         metavar="N",
-        help="most open connections, others get status 503; default: 1000",
+        help="maximum number of open connections, others get status 503; default: 1000",
     )
     add("--no-access-log", action="store_true", help="do not log a line for each request")
     _add_security_arguments(parser)
@@ -285,7 +285,7 @@ def check_certificate(certificate: str | None, key: str | None) -> None:
 
 
 def allowed_connections(asked: int) -> int:
-    """Return the most connections that the process can open: each one needs a file descriptor.
+    """Return the maximum number of connections that the process can open: each one needs a file descriptor.
 
     Changes the soft limit of file descriptors if it is too low.
     """

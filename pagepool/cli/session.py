@@ -1,4 +1,4 @@
-"""`pagepool generate --session FILE`: a text or a conversation that goes on in a later process."""
+"""`pagepool generate --session FILE`: continues a text or a conversation in a later process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SessionFile:
     """The file of a session and what it had at the start.
 
     tokens  all tokens so far; empty for a new session
-    note    what `save` was given, or None
+    note the note that was passed to `save`, or None
     """
 
     def __init__(self, engine: Engine, options: argparse.Namespace) -> None:
@@ -43,12 +43,12 @@ class SessionFile:
             raise UsageError(str(error)) from error
 
     def prompt(self, text: str) -> list[int]:
-        """The tokens so far and those of a text behind them."""
+        """Return the tokens so far, followed by the tokens of a text."""
         options = {"add_special_tokens": False} if self.tokens else {}
         return [*self.tokens, *self._engine.encoder.encode(text, **options)]
 
     def save(self, tokens: list[int], note: Any = None) -> None:
-        """Write all tokens and the pages that are cached for them. Raises OSError where that cannot be."""
+        """Write all tokens and their cached pages. Raises OSError if the file cannot be written."""
         from pagepool.prefix.session import save_session
 
         count = save_session(self._path, self._cache, self._fingerprint, tokens, note=note)

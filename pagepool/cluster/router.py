@@ -63,8 +63,8 @@ class _Worker:
     number: int
     epoch: int
     next_sequence: int = 1
-    received: int = 0  # number of choices that its reported load includes
-    on_way: deque[int] = field(default_factory=deque)  # tokens to compute of each later choice
+    received: int = 0  # number of choices that are part of its reported load
+    on_way: deque[int] = field(default_factory=deque)  # for each later choice, the number of tokens to compute
 
 
 class Router:

@@ -81,7 +81,7 @@ class Engine(Intake):
         Directory of a `PrefixStore`: prefixes survive restarts and reboots. `close` writes all cached pages to it. Not
         for models with recurrent states.
     store_bytes : int, optional
-        Most bytes of the store for this model. Required with `store`.
+        Limit in bytes of the store for this model. Required with `store`.
     weights : str, optional
         A digest of the weights, for the store, as `weights_digest` returns it. Default: the engine reads all weights.
 
@@ -100,7 +100,7 @@ class Engine(Intake):
     encoder : Encoder
         Turns prompts into token ids.
     max_model_len : int or None
-        Most tokens of prompt and output that the model accepts.
+        Maximum number of tokens of prompt and output that the model accepts.
     sampling_defaults : dict
         The model's own defaults of `SamplingParams`, for a server. `submit` does not read them.
     is_accepting : bool
@@ -259,7 +259,7 @@ class Engine(Intake):
         Parameters
         ----------
         timeout : float, optional
-            Most seconds to wait. Default: no limit.
+            Maximum time to wait, in seconds. Default: no limit.
 
         Returns
         -------

@@ -108,7 +108,7 @@ class Generation:
         self._texts: list[str] = []
         self._pending: deque[Token] = deque()
         self._changed = Condition()
-        self._ended = Event()  # for `result`: a new token does not wake its threads
+        self._ended = Event()  # for `result`: threads in it are not woken by each new token
         self._futures: list[asyncio.Future[None]] = []  # one for each waiting coroutine
 
     @property
@@ -134,7 +134,7 @@ class Generation:
         Parameters
         ----------
         timeout : float, optional
-            Most seconds to wait. Default: no limit.
+            Maximum time to wait, in seconds. Default: no limit.
 
         Returns
         -------

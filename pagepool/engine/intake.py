@@ -58,9 +58,9 @@ class Intake(ABC):
     stop_token_ids : frozenset of int
         Tokens that end every text of the model.
     max_model_len : int or None
-        Most tokens of prompt and output that the model accepts.
+        Maximum number of tokens of prompt and output that the model accepts.
     pool_tokens : int or None
-        Most tokens of one sequence that fit the pools.
+        Maximum number of tokens of one sequence that fit the pools.
     is_exact : bool
         True if a sequence of more than `pool_tokens` can never run. False for a model with sliding windows: their
         blocks are freed while the sequence runs.
@@ -132,7 +132,7 @@ class Intake(ABC):
         """Number of requests that wait or run."""
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the most new tokens for a prompt of this length, by the model's length and the pool's size.
+        """Return the maximum number of new tokens for a prompt of this length in this model and pool.
 
         The result is at least 1, even if the prompt itself is too long.
         """
@@ -142,7 +142,7 @@ class Intake(ABC):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """Most tokens of a prompt, or None without a limit.
+        """Maximum number of tokens of a prompt, or None without a limit.
 
         The pool needs room for one new token. A prompt of the model's full length is allowed, for `max_new_tokens=0`.
         """

@@ -42,7 +42,7 @@ def check_memory(runner: Any, prefix_cache: Any, *, is_idle: bool) -> None:
 
 
 def pool_tokens(runner: Any) -> int | None:
-    """Return the most tokens of one sequence that fit the pools of a `ModelRunner`; None for a model without pages."""
+    """Return the maximum length in tokens of one sequence in the pools of a `ModelRunner`; None without pages."""
     if not runner.pools:
         return None
     pool = runner.pools[0]

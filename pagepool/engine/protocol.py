@@ -22,7 +22,7 @@ class TextEngine(Protocol):
     tokenizer : object or None
         Gives the texts of single tokens.
     max_model_len : int or None
-        Most tokens of prompt and output.
+        Maximum number of tokens of prompt and output.
     sampling_defaults : dict
         The model's own defaults of `SamplingParams`.
     is_accepting : bool
@@ -40,10 +40,10 @@ class TextEngine(Protocol):
 
     @property
     def max_prompt_tokens(self) -> int | None:
-        """Most tokens of a prompt, or None without a limit."""
+        """Maximum number of tokens of a prompt, or None without a limit."""
 
     def max_new_tokens(self, num_prompt_tokens: int) -> int:
-        """Return the most new tokens for a prompt of this length, at least 1."""
+        """Return the maximum number of new tokens for a prompt of this length, at least 1."""
 
     @property
     def num_requests(self) -> int:

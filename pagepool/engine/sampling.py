@@ -34,8 +34,8 @@ class SamplingParams:
     Parameters
     ----------
     max_new_tokens : int, optional
-        Most generated tokens, at least 1. Default: as many as the model and the pool have room for. 0 computes only the
-        prompt and needs `prompt_logprobs`.
+        Maximum number of generated tokens, at least 1. Default: as many as the model and the pool have room for. 0
+        computes only the prompt and needs `prompt_logprobs`.
     temperature : float
         Logits are divided by it. 0: always the most likely token.
     top_k : int

@@ -96,7 +96,7 @@ class PagepoolCollector:
         blocks = gauge("pagepool:kv_blocks", "Blocks by state.", labels=["pool", "state"])
         states = gauge("pagepool:states", "Slots of recurrent states by state.", labels=["pool", "state"])
         size = gauge("pagepool:kv_bytes", "Bytes of pages or states in use.", labels=["pool"])
-        peak = gauge("pagepool:peak", "The most blocks or slots in use at any one time.", labels=["pool"])
+        peak = gauge("pagepool:peak", "Largest number of blocks or slots in use at the same time.", labels=["pool"])
         for name, pool in self._pools.items():
             figures = pool.stats()
             kinds = ("used", "evictable", "free") if "evictable" in figures else ("used", "free")

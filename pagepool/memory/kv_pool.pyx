@@ -645,7 +645,7 @@ cdef class KvCachePool:
 
     @property
     def max_blocks(self):
-        """The most pages that the pool may have."""
+        """The maximum number of pages of the pool."""
         return self.c_pool.num_blocks
 
     @property

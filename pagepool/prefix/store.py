@@ -70,7 +70,7 @@ class PrefixStore:
     fingerprint : Fingerprint
         Identifies everything that pages depend on, from `fingerprint_of`.
     max_bytes : int
-        Most bytes of the files of this fingerprint. If it is lower than before, pages are dropped.
+        Limit in bytes of the files of this fingerprint. If it is lower than before, pages are dropped.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Pages on their way between a pool and a store: the queue of pages to write, and their sums."""
+"""Moves pages between a pool and a store: the queue of pages to write, and checksums of pages."""
 
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer

@@ -81,7 +81,8 @@ class Admission(Preemption):
         for request in sorted(self.waiting, key=lambda request: request.rank):
             if request.awaits is None:
                 lines.setdefault(request.tenant, []).append(request)
-        # The quota still counts a preempted request, so it may always start. It blocks its tenant until it starts.
+        # The quota still counts a preempted request, so this request may always start. Other requests of its tenant
+        # wait until it has started.
         counted = [[request for request in line if request.counted] for line in lines.values()]
         oldest = [min(line, key=lambda request: request.id) for line in [*lines.values(), *counted] if line]
         old = [request for request in oldest if self._is_aged(request) and self.tenants.may_start(request)]

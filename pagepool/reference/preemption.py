@@ -44,7 +44,7 @@ class Preemption:
 
     @property
     def step(self) -> int:
-        """Most tokens of a hybrid sequence per step."""
+        """Maximum number of tokens of a hybrid sequence per step."""
         config = self.config
         return max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
 

@@ -52,9 +52,9 @@ class Attention:
     geometry : Geometry
         Shapes of the model.
     max_sequences, max_tokens : int
-        Most sequences and tokens per step.
+        Maximum number of sequences and tokens per step.
     max_blocks_per_seq : int
-        Most blocks of a sequence.
+        Maximum number of blocks of a sequence.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ __all__ = ["ROUTES", "Cluster", "ClusterOptions", "Link"]
 ROUTES = (*RULES, "least-loaded", "round-robin", "random")
 MAX_EVENTS = 4096  # of a step; when there are more, the router takes a snapshot
 SIGN_OF_LIFE = 5_000_000  # microseconds
-EPOCH = 1  # no worker restarts here
+EPOCH = 1  # epoch of every worker: none restarts
 
 # When it can be used, a running number, the request, when it arrived, tokens of it that are moved here first.
 _Item: TypeAlias = tuple[int, int, int, int, int]
@@ -139,7 +139,8 @@ class Worker(Replay):
         self.inbox.push(item)
 
     def began(self, index: int, computed: int) -> None:
-        """A request has `computed` tokens to compute; 0 if it was refused. Does nothing for one that began before."""
+        """Record that a request has `computed` tokens to compute, 0 if it was refused. Only the first call for a
+        request counts."""
         expected = self._expected.pop(index, None)
         if expected is not None:
             self._unread += computed - expected
@@ -151,7 +152,7 @@ class Worker(Replay):
         return tokens - tokens % self.prefixes.block_size
 
     def take_pages(self, index: int, tokens: int) -> None:
-        """The first `tokens` tokens of a request's prompt were moved here."""
+        """Record that the first `tokens` tokens of a request's prompt were moved to this worker."""
         self.prefixes.touch(self._cluster.prompt(index)[:tokens], cache_salt=self._cluster.tokens.salt(index))
 
     def _add(self, index: int, prompt: int, limit: int) -> int:
@@ -210,9 +211,10 @@ class Cluster:
                 self.router.update(number, EPOCH, [], load=0, room=blocks)
         self._cost = cost
         self._random = Random(0)
-        self._choices: dict[int, Choice] = {}  # request -> where it went, until it begins
-        self._ready: list[tuple[int, int]] = []  # a heap: when a worker has ended a step or can begin one, its number
-        self._next: list[int | None] = [None] * options.workers  # its earliest entry there; others are void
+        self._choices: dict[int, Choice] = {}  # choice of each request that has not begun
+        # A heap of (time at which a worker ends a step or can begin one, its number). _next has valid entries.
+        self._ready: list[tuple[int, int]] = []
+        self._next: list[int | None] = [None] * options.workers
         self._messages: list[tuple[int, int, int, list[PrefixEvent], dict[str, int]]] = []  # a heap: see _tell
         self._link_free = [0] * options.workers  # when the link of a worker has sent everything
         self._sent = self._told = 0

@@ -148,7 +148,7 @@ class StateOptions:
     state_bytes : int
         Bytes of one recurrent state.
     budget_bytes : int or None
-        Most bytes of all states, None for no bound.
+        Limit in bytes of all states, None for no bound.
     grid : int
         Distance in tokens between two states of the grid, 0 for no grid.
     """

@@ -17,7 +17,7 @@ INK, MUTED, GRID, SURFACE = "#0b0b0b", "#52514e", "#e4e3df", "#fcfcfb"
 
 
 def style(axis: Any, title: str) -> None:
-    """Title, horizontal grid, no frame."""
+    """Set the title, draw a horizontal grid and remove the frame."""
     axis.set_facecolor(SURFACE)
     axis.set_title(title, loc="left", color=INK, fontsize=10)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
@@ -30,12 +30,12 @@ def style(axis: Any, title: str) -> None:
 
 
 def legend(axis: Any) -> None:
-    """The names of the lines, at the upper right, above the axis."""
+    """Draw the legend at the upper right, above the axis."""
     axis.legend(loc="lower right", bbox_to_anchor=(1, 0.97), ncols=4, frameon=False, fontsize=8, labelcolor=MUTED)
 
 
 def percent(value: float, _position: int | None = None) -> str:
-    """A share in percent, with as many digits as a tick of low rates needs.
+    """Format a share as percent, with a digit after the point for low rates.
 
     >>> percent(0.2), percent(0.015)
     ('20%', '1.5%')
@@ -44,7 +44,7 @@ def percent(value: float, _position: int | None = None) -> str:
 
 
 def load() -> Any:
-    """The classes of matplotlib that `draw` needs. Raises ImportError where it is not installed."""
+    """Import the classes of matplotlib that `draw` needs. Raises ImportError if it is not installed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
@@ -115,7 +115,7 @@ def _latency(axis: Any, timeline: dict[str, Any]) -> None:
 
 
 def _bridged(values: list[float | None]) -> list[float]:
-    """The values, with the one before in place of None (a window without a first token)."""
+    """Replace each None (a window without a first token) by the previous value."""
     found, last = [], float("nan")
     for value in values:
         last = last if value is None else value
@@ -150,7 +150,8 @@ def _curve(axis: Any, curve: dict[str, Any]) -> None:
 
 
 def draw_hybrid(figure: Any, hybrid: dict[str, Any]) -> None:
-    """Three axes: usable blocks over the bytes of states, usable blocks and states over the trace."""
+    """Draw three charts: usable blocks by the bytes of states, usable blocks along the trace, and states along the
+    trace."""
     over_bytes, over_trace, states = figure.subplots(3, 1, height_ratios=(1.5, 1, 1))
     _budgets(over_bytes, hybrid["lines"])
     style(over_trace, "over the trace: share of full blocks usable; dashed: with a state at the end of every block")

@@ -93,7 +93,7 @@ class Prompts:
 
 
 class TraceTokens:
-    """Token ids for the requests of a trace. Tokens with equal block ids are equal.
+    """Token ids for the requests of a trace. Blocks with equal ids have equal tokens.
 
     Every token of block b is b + 1, with every block size of the pool. The end of a prompt and the output have no block
     id. If the session's next prompt continues this one, they get its tokens. Otherwise the end of the prompt gets a

@@ -177,7 +177,7 @@ class Trace:
         return len(self.arrival_us)
 
     def longest(self) -> int:
-        """Return the most tokens of one request, prompt and output together; 0 for an empty trace."""
+        """Return the maximum number of tokens of one request, prompt and output together; 0 for an empty trace."""
         return max(map(int.__add__, self.prompt, self.output), default=0)
 
 

@@ -112,12 +112,12 @@ def results(replay: Replay, users: int | None = None) -> dict[str, Any]:
 
 
 def percentiles(counts: Counter[int]) -> dict[str, float]:
-    """Milliseconds of the median, the 90th and the 99th percentile of microseconds."""
+    """Return the median, the 90th and the 99th percentile of times in microseconds, in milliseconds."""
     return {f"p{percent}": percentile(counts, percent / 100) / 1e3 for percent in (50, 90, 99)}
 
 
 def headings(numbers: dict[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
-    """The title, the rows of the table as pairs of texts, and the footer."""
+    """Return the title, the rows of the table as pairs of texts, and the footer."""
     users = f", closed loop of {numbers['users']} users" if numbers["users"] else ""
     return f"pagepool replay of {numbers['trace']}{users}", _replay_rows(numbers), footer(numbers)
 
@@ -135,7 +135,8 @@ def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
         ("blocks taken / given back", f"{numbers['block_allocs']:,} / {numbers['block_frees']:,}"),
         ("peak blocks", f"{numbers['peak_blocks']:,} of {numbers['blocks']:,} x {numbers['block_size']}"),
     ]
-    # With a cache it means nothing: cached blocks are in use by no sequence, and shared tokens count for each.
+    # Not meaningful with a cache: cached blocks belong to no sequence, and shared tokens are counted once for each
+    # sequence.
     if not prefix:
         rows += [("mean utilization", f"{numbers['mean_utilization']:.1%}")]
     rows += [("preemptions", f"{numbers['preemptions']:,}")]
@@ -199,7 +200,7 @@ def _about_pass(prompts: Prompts, users: int | None) -> dict[str, Any]:
 
 
 def pass_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results of passes as a list, one or several."""
+    """Return the results of one or several passes as a list."""
     return as_list(numbers["prefix"])
 
 
@@ -216,7 +217,7 @@ def title(numbers: dict[str, Any]) -> str:
 
 
 def as_list(found: Any) -> list[dict[str, Any]]:
-    """The results of passes as a list, one or several."""
+    """Return the results of one or several passes as a list."""
     return found if isinstance(found, list) else [found]
 
 

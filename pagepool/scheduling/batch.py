@@ -147,7 +147,7 @@ def build_batch(
     """The batch of one step. Changes nothing.
 
     `feeds_again`: decodes without a new token are in it; a recurrent state must not pass over a token twice.
-    `step`: the most tokens of a decode; 0: no bound.
+    `step`: maximum number of tokens of a decode; 0: no limit.
     """
     new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
     if not feeds_again and 0 in new:

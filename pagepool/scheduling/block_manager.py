@@ -38,7 +38,7 @@ class BlockManager:
     has_states : bool
         Sequences have a `kv`.
     step : int
-        Most tokens of a sequence per step, 0 for no bound.
+        Maximum number of tokens of a sequence per step, 0 for no bound.
     can_cut : bool
         A sequence can free its last blocks and keep the first ones.
     cache : PrefixCache or None
@@ -89,7 +89,7 @@ class BlockManager:
         )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks of a sequence with `num_tokens` tokens."""
+        """Return the maximum number of blocks of a sequence with `num_tokens` tokens."""
         return 0 if self.allocator is None else -(-num_tokens // self.block_size)
 
     def held(self, seq: Sequence) -> int:

@@ -48,7 +48,8 @@ class TraceRecorder:
     licence : str
         Licence of the trace, up to 200 printable characters.
     max_blocks : int
-        Most ids to remember, about 180 bytes each. If there are more, all are forgotten, and later prompts get new ids.
+        Maximum number of ids to remember, about 180 bytes each. If there are more, all are forgotten, and later prompts
+        get new ids.
 
     Examples
     --------
@@ -147,7 +148,7 @@ class TraceRecorder:
             if self._file < 0:
                 raise ValueError(f"{self.path} is closed")
             if self.num_requests == MAX_REQUESTS:
-                raise ValueError(f"the trace is full: it has {MAX_REQUESTS} requests, the most that are allowed")
+                raise ValueError(f"the trace is full: it has {MAX_REQUESTS} requests, which is the maximum")
             runs: list[int] = []
             for number in self._numbers(data, root):
                 if runs and runs[-2] + runs[-1] == number:

@@ -184,9 +184,9 @@ def up_to_stop(tokens: list[int], stops: Container[int]) -> list[int]:
 
 
 def check_drafts(batch: ScheduledBatch, results: list[Any]) -> None:
-    """Raise ValueError for accepted drafts of a sequence that has got other tokens since `batch` was made.
+    """Raise ValueError if drafts were accepted for a sequence that got other tokens after `batch` was made.
 
-    These tokens need the slots of the drafts, and the drafts may exceed the limit of the sequence.
+    Those tokens need the slots of the drafts. With both, the sequence could also exceed its limit.
     """
     for row, (seq, result) in enumerate(zip(batch._sequences, results, strict=True)):
         if type(result) is list and len(result) > 1 and seq.state is not SeqState.FINISHED:

@@ -82,9 +82,9 @@ def create_app(
     model : str
         Name of the model in requests and answers.
     max_prompt_tokens : int, optional
-        Most tokens of a prompt. Longer prompts get status 400. Default: the limit of the model and the pool.
+        Maximum number of tokens of a prompt. Longer prompts get status 400. Default: the limit of model and pool.
     max_requests : int
-        Most choices that run, wait or are being tokenized. Requests for more get status 429.
+        Maximum number of choices that run, wait or are being tokenized. Requests for more get status 429.
     timeout : float
         Seconds that a request may take. After that it is cancelled and gets status 503.
     api_keys : mapping of str to str, optional
@@ -321,7 +321,7 @@ class Server:
 
     @property
     def _most_tokens(self) -> int | None:
-        """Most tokens of a prompt: the lower of the limits of the server and the engine."""
+        """Maximum number of tokens of a prompt: the lower of the limits of the server and the engine."""
         limits = [self._max_prompt_tokens, self._engine.max_prompt_tokens]
         return min((limit for limit in limits if limit is not None), default=None)
 

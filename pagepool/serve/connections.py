@@ -24,7 +24,7 @@ class Connection(AutoHTTPProtocol):
     Parameters
     ----------
     most : int
-        Most open connections of the server. Another connection gets status 503 and is closed.
+        Maximum number of open connections of the server. Another connection gets status 503 and is closed.
     """
 
     def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:

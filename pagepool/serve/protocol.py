@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
-MAX_REPORTED = 512  # most log probabilities at one token position, over all n choices
+MAX_REPORTED = 512  # maximum number of log probabilities at one token position, over all n choices
 LEAST_LOGPROB = -9999.0  # replaces -inf, which JSON does not have
 DEFAULT_MAX_TOKENS = 16  # for completions, as in OpenAI and vLLM; chats have no default limit
 # Parameters that only label a request.

@@ -24,7 +24,7 @@ __all__ = ["STOPPED", "EventStream", "Run", "events"]
 
 logger = logging.getLogger("pagepool")
 
-MAX_QUEUED = 64  # most events of a stream that its client has not read
+MAX_QUEUED = 64  # maximum number of events of a stream that its client has not read
 STOPPED = "the request was aborted: the server is shutting down"
 
 

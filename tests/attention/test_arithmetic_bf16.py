@@ -1,6 +1,6 @@
-"""decode(arithmetic="bf16" and "bf16x2"): errors within what is documented, and the bits of the canonical order.
+"""decode(arithmetic="bf16" and "bf16x2"): documented error bounds, and the bits of the canonical order.
 
-On every instruction set: AMX multiplies tiles, the others compute the same numbers by vectors.
+With AMX the products are computed by tiles, on other CPUs by vectors.
 """
 
 import canonical_answers as canonical
@@ -81,7 +81,8 @@ def test_every_variant_is_within_the_bound(options):
 
 
 def test_it_rounds_and_no_more():
-    """Far from the exact bits, and far below the bound: errors of many tokens cancel."""
+    """The bits differ clearly from exact arithmetic. The error is far below the bound, because errors of many tokens
+    cancel."""
     case = make_case(layout_of(8, 128), 4, [4096])
     error, part = check_bounds(case)
     assert 1e-4 < error < 2e-2 and part < 0.25
@@ -90,7 +91,7 @@ def test_it_rounds_and_no_more():
 @pytest.mark.parametrize("sm_scale", [0.02, -0.1, 0.3])
 @pytest.mark.parametrize("group", [1, 7])
 def test_queries_that_rounding_changes_most_are_within_the_bound(group, sm_scale):
-    """All rounded by nearly 2^-8 of themselves in one direction, and multiplied with K of one sign."""
+    """The worst case: rounding changes each number by nearly 2^-8 of it in the same direction, and K has one sign."""
     layout = layout_of(1, 128)
     kv = [tuple(np.abs(x) for x in random_kv(layout, [600])[0])]
     case = make_case(layout, group, [600], kv=kv)
@@ -102,7 +103,7 @@ def test_queries_that_rounding_changes_most_are_within_the_bound(group, sm_scale
 
 
 def test_exactly_representable_queries_and_equal_scores_are_exact():
-    """Nothing is rounded then: q holds in bf16, and so do the weights, which are 1."""
+    """Nothing is rounded: q is exact in bf16, and so are the weights, which are 1."""
     layout = layout_of(1, 8)
     k, v = np.zeros((512, 1, 8), np.float32), random_kv(layout, [512])[0][1]
     case = make_case(layout, 2, [512], kv=[(k, v)])
@@ -208,7 +209,7 @@ def test_scores_of_blocks_are_the_weights_that_were_used(arithmetic):
 
 
 def tiny(random, shape, highest):
-    """Numbers around the smallest normal float32 and up to 2**highest."""
+    """Return numbers around the smallest normal float32 and up to 2**highest."""
     exponents = random.integers(-140, highest, shape)
     return (random.choice([-1.0, 1.0], shape) * random.uniform(1, 2, shape) * 2.0**exponents).astype(np.float32)
 
@@ -216,7 +217,8 @@ def tiny(random, shape, highest):
 @both
 @pytest.mark.parametrize("seed", range(4))
 def test_subnormals_count_as_zeros(seed, arithmetic):
-    """Of q, K and V and of every sum, as the instruction has it. A scale makes scores of what is left."""
+    """Subnormals in q, K, V and sums count as zeros, as in the AMX instruction. A large scale makes the remaining
+    scores visible."""
     random = np.random.default_rng(seed)
     k, v = tiny(random, (70, 1, 16), -50), tiny(random, (70, 1, 16), -110)
     v[..., 5] = 2.0**-127
@@ -236,7 +238,8 @@ def test_subnormals_count_as_zeros(seed, arithmetic):
 
 @both
 def test_subnormal_weights_count_as_zeros(arithmetic):
-    """Scores so far below the largest that exp is subnormal, or nearly: V makes results of what is left of them."""
+    """Some scores are so low that their weights are subnormal or nearly so. Large values of V make these weights
+    visible."""
     k, v = np.zeros((64, 1, 8), np.float32), np.full((64, 1, 8), 2.0**120, np.float32)
     k[1:, 0, 0], k[1:, 0, 1] = -87.0, -np.arange(1, 64) / 64
     v[0] = 0.0
@@ -253,7 +256,8 @@ def test_subnormal_weights_count_as_zeros(arithmetic):
 @pytest.mark.parametrize("length", [1, 2, 15, 31, 33, 513])
 @pytest.mark.parametrize("block_size", [16, 5])
 def test_nan_and_infinities_beside_the_tokens_do_not_matter(block_size, length, arithmetic):
-    """`make_case` has filled every other slot with them; an odd length leaves one in the last pair."""
+    """`make_case` has filled all slots without tokens with NaN and infinities. With an odd length, the last pair of
+    tokens has such a slot."""
     case = make_case(layout_of(1, 40, block_size), 2, [length])
     out, lse = case.decode(return_lse=True, arithmetic=arithmetic)
     assert np.isfinite(out).all() and np.isfinite(lse).all()
@@ -324,7 +328,7 @@ def test_queries_of_16_bit_have_the_bits_of_the_same_numbers_in_float32(dtype, a
 
 
 def test_a_scale_of_any_sign_follows_the_canonical_order():
-    """Scores are scaled before the shift is looked for unless the scale is above 0."""
+    """If the scale is not above 0, scores are scaled before the maximum is searched."""
     case = make_case(layout_of(1, 24), 2, [70])
     for sm_scale in (-0.3, 0.0, -0.0, 1e-39):
         assert_canonical(case, {"sm_scale": sm_scale, "arithmetic": "bf16x2"})
@@ -333,7 +337,7 @@ def test_a_scale_of_any_sign_follows_the_canonical_order():
 @both
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_reach_the_rows_that_see_them(arithmetic, value):
-    """Some rows of the prompt do not see them, because of causality, a window or a mask."""
+    """Some rows of the prompt do not see these tokens, because of causality, a window or a mask."""
     length, count = 700, 150
     [(k, v)] = random_kv(layout_of(1, 40), [length])
     v[[560, 631], 0, 7] = value

@@ -222,7 +222,7 @@ def test_an_out_that_overlaps_the_pages():
 def test_an_out_that_overlaps_a_packed_mask():
     case = make_case(LAYOUT, 2, [40, 0, 17])
     out = np.full(case.q.shape, SENTINEL, np.float32)
-    mask = out.view(np.uint8).reshape(-1)[: 5 + 0 + 3]  # one query token each: one bit for each token of a sequence
+    mask = out.view(np.uint8).reshape(-1)[: 5 + 0 + 3]  # a bit for each token: one query token each
     before = out.copy()
     with refuses(ValueError, "out", "custom_mask"):
         case.decode(out=out, custom_mask=mask)

@@ -159,7 +159,10 @@ def test_neither_threads_nor_other_queries_change_a_row(case):
 @pytest.mark.parametrize("block_size", [16, 5])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_masked_tokens_do_not_affect_a_row(value, block_size, dtype):
-    """0 * NaN would. Each token in turn gets special values; rows that do not attend to it keep their bits."""
+    """Each token in turn gets special values; rows that do not attend to it keep their bits.
+
+    A masked token has weight 0, but 0 * NaN is NaN: its V must not be multiplied at all.
+    """
     length, count = 70, 6
     case = make_case(KvLayout(1, 1, 24, block_size, dtype), 3, [length])
     case, starts = case.with_queries([count])

@@ -48,7 +48,7 @@ static void check(pp_dtype dtype, pp_arithmetic arithmetic, int32_t kv_heads, in
     args.no_cascade = 0;
     args.out = together;
     for (int threads = 1; threads <= 8; threads *= 2) {
-        args.num_threads = threads > 2 ? 2 : threads; /* scratch for 2 ranges: further ranges wait */
+        args.num_threads = threads > 2 ? 2 : threads; /* scratch for 2 ranges: a third one waits */
         memset(together, 0xff, numbers * sizeof(float));
         const int64_t fewer = attend(&args, threads);
         /* With one thread a unit is a chunk of a sequence, or a chunk of all that share it: seven, then twice six. */

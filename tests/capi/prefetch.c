@@ -1,5 +1,5 @@
-/* prefetch.c: PAGEPOOL_PREFETCH sets the number of prefetches per line; measured times select the AVX-512 kernels.
- * Arguments: the value of PAGEPOOL_PREFETCH, or none. */
+/* prefetch.c: tests PAGEPOOL_PREFETCH, which sets the number of prefetches per line, and the measurement that selects
+ * between the AVX-512 kernels.  Argument: the value of PAGEPOOL_PREFETCH, if it is set. */
 #define _POSIX_C_SOURCE 200809L
 #include <stdint.h>
 #include <stdio.h>

@@ -66,7 +66,7 @@ def evaluate(folder: Path, name: str, model: str, arguments: str) -> dict[str, l
 
 
 def numbers(answers: list) -> list[float]:
-    """Flatten log probabilities, and flags that say whether they are of the most likely tokens."""
+    """Flatten pairs of a log probability and a flag (true if it belongs to the most likely token)."""
     flat = []
     for answer in answers:
         flat += numbers(answer) if isinstance(answer, list) else [float({"True": 1, "False": 0}.get(answer, answer))]

@@ -183,7 +183,7 @@ def test_a_pool_without_room_takes_nothing(source):
     held = small.allocator.allocate_n(1)
     offer = source.mover.offer("source", TOKENS)
     fetched = small.mover.fetch(offer, TOKENS)
-    assert fetched == Fetched(0, 0, "asked for 4 blocks, 2 of 3 are free")  # one of them was cached
+    assert fetched == Fetched(0, 0, "asked for 4 blocks, 2 of 3 are free")  # one of the blocks was cached
     assert small.mover.fetch(offer, TOKENS[:9]).moved_tokens == 8
     small.allocator.free(held)
     small.close()

@@ -35,7 +35,7 @@ def wait_until(condition):
 
 
 class Died(WorkerLost):
-    """What the transport raises when a worker's process is gone."""
+    """The exception that the transport raises if the process of a worker has exited."""
 
 
 class Side:
@@ -491,7 +491,7 @@ def test_prompts_do_not_wait_for_prefill_workers_that_are_silent(monkeypatch):
         world.prefill.dead.add("prefill-0")  # it dies while idle
         later = time.monotonic() + 3600
         monkeypatch.setattr(front_end_module, "monotonic", lambda: later)
-        with world.lock:  # only messages of the decode side
+        with world.lock:  # only messages of decode workers
             world.front_end.news(world.workers["decode-0"].news())
         assert not world.front_end._sides["prefill"].heard
         found = answer(world.front_end.submit(PROMPT + "?", SamplingParams(9)))
@@ -516,7 +516,7 @@ def test_a_tokenizer_that_fails_ends_one_request_and_loses_no_worker(monkeypatch
 
 
 def test_records_are_bounded_by_their_bytes(monkeypatch):
-    """The record of a token with 20 logprobs takes about ten times as much as one without."""
+    """The record of a token with 20 logprobs is about ten times as large as one without."""
     with cluster(1) as world:
         for name, logprobs in (("plain", None), ("large", 20)):
             params = SamplingParams(30, stop_token_ids=(), logprobs=logprobs)
@@ -563,7 +563,7 @@ def test_a_failed_call_forgets_no_worker_and_another_one_goes_on():
 
 @pytest.mark.parametrize("after", [0, 5])
 def test_a_worker_without_progress_loses_its_requests_and_gets_no_new_ones(after):
-    """It accepts calls and says nothing, from the beginning or after some tokens; its news still come."""
+    """A worker accepts calls but sends no messages, from the beginning or after some tokens. Its news still arrive."""
     with cluster(2) as world:
         world.new_front_end(max_silence=0.5)
         generate, stuck = world.decode.generate, []

@@ -36,7 +36,7 @@ PORT = 8701
 URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 120
 NEW = 48
-NEAR = 1e-3  # logits that differ by less may swap order through rounding
+NEAR = 1e-3  # rounding can change the order of logits that differ by less
 SOURCE = Path(__file__).read_text(encoding="utf-8")
 BEGINNINGS = [SOURCE[start : start + 700] for start in (0, 2000, 4000)]
 PROMPTS = [BEGINNINGS[number % 3] + f"# {number}\n" for number in range(24)]
@@ -58,7 +58,7 @@ def parent_of(pid):
 
 
 def process_of_serve(name, pid):
-    """Serve's proxy or controller: the process has this name, and the same parent as that of a worker."""
+    """Return the process of Serve's proxy or controller: it has this name, and the same parent as a worker."""
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if parent_of(place.name) == parent_of(pid) and name in (place / "cmdline").read_bytes():
@@ -217,7 +217,7 @@ def test_serve_s_controller_that_is_killed_costs_no_request_and_no_worker(served
     burst.join()
     assert burst.ends == ["data: [DONE]"] * len(PROMPTS)
     wait_until(lambda: controller_of(front_end) not in (None, controller))
-    time.sleep(10)  # in which a new controller that could not ask its replicas would have stopped them
+    time.sleep(10)  # in this time, a new controller stops replicas that do not answer it
     assert {kind: served.side(kind) for kind in sides} == sides
     assert stream(0, []) == "data: [DONE]"
 

@@ -78,7 +78,7 @@ class World:
         return decode(q, self.pool, 0, tables, lens, query_start_loc=starts, num_threads=1, **options)
 
     def prefill(self):
-        """Write the missing results, or nothing."""
+        """Write the missing results; on failure, write nothing."""
         RESULTS[:] = 12345.0
         try:
             prefill(QUERIES, self.large, 0, TABLES, LENS, STARTS, out=RESULTS, num_threads=1)

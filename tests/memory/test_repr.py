@@ -1,4 +1,4 @@
-"""What an object shows of itself in a debugger or a log."""
+"""`repr` of objects, as a debugger or a log shows it."""
 
 from pagepool import (
     AttentionSequenceState,

@@ -1,4 +1,4 @@
-"""libgomp's worker threads while an engine computes: their number, in separate processes."""
+"""The number of libgomp's worker threads while an engine computes. Each test runs in a separate process."""
 
 import os
 import subprocess

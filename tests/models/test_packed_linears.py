@@ -1,4 +1,5 @@
-"""Packed and fused linear layers: the tokens of a model's own layers, and the model as it was afterwards."""
+"""Packed and fused linear layers generate the same tokens as the model's own layers. Afterwards the model is
+unchanged."""
 
 import gc
 
@@ -102,7 +103,7 @@ def test_results_belong_to_the_input_of_the_call():
 def test_layers_that_must_not_be_packed_stay():
     model = tiny_model("Llama", num_hidden_layers=1)
     mlp = model.model.layers[0].mlp
-    mlp.up_proj.forward = torch.nn.functional.relu  # as accelerate and other packages replace it
+    mlp.up_proj.forward = torch.nn.functional.relu  # as accelerate and other packages do
     mlp.down_proj.weight.requires_grad_(False)
     torch.nn.utils.parametrize.register_parametrization(mlp.down_proj, "weight", torch.nn.Identity())
     found = {module for module in model.modules() if linear.can_be_packed(module)}
@@ -174,7 +175,7 @@ def test_a_model_whose_weights_are_dropped_refuses_calls_from_elsewhere():
     model, tokens = tiny_model("Llama"), torch.tensor([[5, 6, 7]])
     before = model(tokens).logits
     runner = ModelRunner(model, num_blocks=8, pack_weights="only")
-    for _ in range(2):  # also after a step of the runner, which has forwards of its own
+    for _ in range(2):  # also after a step of the runner, which has its own forwards
         with pytest.raises(RuntimeError, match=r"close it first.*pack_weights=True"):
             model(tokens)
         step(runner)

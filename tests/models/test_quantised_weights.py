@@ -1,4 +1,4 @@
-"""The trial of models with quantised weights."""
+"""Models with quantised weights pass or fail the check for running over pages."""
 
 import pytest
 
@@ -16,7 +16,7 @@ SECONDS = 300
 
 
 class Int8Weight(torch.Tensor):
-    """int8 with a scale for each row, as torchao has it: it takes bfloat16 only, and few functions."""
+    """int8 weights with a scale for each row, as in torchao. Supports only bfloat16 and few functions."""
 
     @staticmethod
     def __new__(cls, values, scale):

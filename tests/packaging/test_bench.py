@@ -53,9 +53,9 @@ def test_a_share_is_the_median_over_rounds_relative_to_the_limit_of_each_round()
     rounds = [{"way": 4.0, "slow": 9.0}, {"way": 5.0, "slow": 9.0}, {"way": 8.0, "slow": 9.0}]
     found = interleave.result(rounds, [3.0, 2.0, 4.0], [2.0, 4.0, 2.0], {"way": 1e-6, "slow": 1e-3})
     assert found["way"] == "way" and found["error"] == 1e-6
-    assert found["share"] == 0.75  # of 3 / 4, 4 / 5 and 4 / 8
-    assert found["stream_share"] == 0.5  # of 2 / 4, 4 / 5 and 2 / 8
-    assert found["best_share"] == 0.4  # 2, the stream and the least that computing took, of 5
+    assert found["share"] == 0.75  # the median of 3 / 4, 4 / 5 and 4 / 8
+    assert found["stream_share"] == 0.5  # the median of 2 / 4, 4 / 5 and 2 / 8
+    assert found["best_share"] == 0.4  # limit 2 (the longer of stream and fastest computing), time 5
     assert [pair["limit_ms"] for pair in found["rounds"]] == [3000.0, 4000.0, 4000.0]
 
 

@@ -1,4 +1,5 @@
-"""A session is a file with one prefix: it gives back right pages or none, in another process and on another machine."""
+"""A session file has one prefix. Loading it, also in another process or on another machine, gives correct pages or
+none."""
 
 import os
 import stat
@@ -31,7 +32,7 @@ def computed(tokens=TOKENS, **keys):
 
 
 def check_pages(pool, cache, tokens=TOKENS, **keys):
-    """The number of cached blocks of a prompt, whose pages are right."""
+    """Return the number of cached blocks of a prompt, after checking their pages."""
     blocks = cache.match_prefix(tokens, **keys)
     for number, block in enumerate(blocks):
         assert (pool.page(block) == content(tokens[: (number + 1) * BLOCK], {})).all()

@@ -1,4 +1,5 @@
-"""Orders of prompts without a clock: each request once, the requests of a session in order; computed by hand."""
+"""The order of prompts without a clock, against orders computed by hand: each request occurs once, and the requests of
+a session keep their order."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The next waiting request: the result of checking all tenants each time, although only changed tenants are checked."""
+"""The queue checks only changed tenants, and returns the same next request as a check of all tenants."""
 
 import pytest
 from hypothesis import settings
@@ -216,7 +216,7 @@ def test_names_of_ended_tenants_are_not_kept(max_wait):
     runs = scheduler.add_request([1], 10**6)
     waiting = scheduler._waiting
     scheduler.schedule()
-    for number in range(50):  # the only place is taken: the queue is not asked for the next request
+    for number in range(50):  # the only place is taken, so the scheduler does not ask the queue
         seq_id = scheduler.add_request([1] * 8, 9, tenant=number)
         scheduler.commit(scheduler.schedule(), [1])
         scheduler.remove_sequence(seq_id)

@@ -168,7 +168,7 @@ def test_leases_of_a_killed_reader_expire_and_the_source_continues(source, reade
 
 @pytest.fixture
 def tcp(monkeypatch):
-    """As between machines without RDMA, where the source's process must answer itself."""
+    """The case of two machines without RDMA: the source's process must answer requests itself."""
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
@@ -249,7 +249,7 @@ def test_a_read_only_peer_offers_nothing(options, pool, reader):
     pool.allocator.free([block])
 
 
-# As Serve logs: a handler in memory that is emptied into a file.
+# A log handler like that of Ray Serve: it buffers in memory and flushes to a file.
 LOGGED = """
 import logging.handlers, sys
 target = logging.FileHandler(sys.argv[1])
@@ -271,7 +271,7 @@ def test_the_handlers_of_the_process_stay_when_nixl_is_imported(tmp_path):
 
 
 def voluntary_switches():
-    """How often each thread of this process has gone to sleep."""
+    """Return how often each thread of this process has gone to sleep."""
     found = {}
     for place in Path("/proc/self/task").iterdir():
         lines = (place / "status").read_text().splitlines()

@@ -20,7 +20,7 @@ from pagepool.transfer.nixl import NixlTransfer, load_nixl
 
 
 def need_nixl():
-    """Skips a test where NIXL cannot be imported, and says why: it is missing, or a library that it needs is."""
+    """Skips a test if NIXL cannot be imported. The reason names the missing package or library."""
     try:
         load_nixl()
     except ImportError as error:

@@ -58,7 +58,7 @@ class PackedLayer:
         self._bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
-        self._left = 0  # parts that no layer has returned yet
+        self._left = 0  # results of the fused layers that were not returned yet
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Return the results of all layers, concatenated in the last dimension."""

@@ -209,7 +209,7 @@ class ModelRunner:
         path
             Directory of the store. Several models may share it.
         max_bytes
-            The most bytes that the store takes for this model.
+            Limit in bytes of the store for this model.
         weights
             A digest of the weights, such as `weights_digest` returns. None: every weight is read.
 
