@@ -313,7 +313,7 @@ def test_concurrent_calls_of_one_cache_are_consistent_with_its_events(policy):
 
 
 def test_a_pool_is_closed_while_others_use_it():
-    """Each call succeeds or raises as after `close`. No freed memory is read."""
+    """Each call succeeds or raises the error of a closed pool. No freed memory is read."""
     k = np.ones((4, 1, 8), np.float32)
     for _ in range(60):
         pool = KvCachePool.from_layout(LAYOUT, 8)

@@ -73,9 +73,9 @@ typedef struct pp_kv_layout {
     int32_t v_dtype;    /* of V */
     int32_t tiled;      /* block_size % 16 == 0 */
     /* derived, in bytes */
-    int64_t item_bytes;  /* of an element of K; 1 if quantised */
-    int64_t k_bytes;     /* a head's K of one group, including scales; its V follows */
-    int64_t v_bytes;     /* a head's V of one group; 0 with v_in_k */
+    int64_t item_bytes;  /* bytes of an element of K; 1 if quantised */
+    int64_t k_bytes;     /* bytes of a head's K in one group, including scales; its V follows */
+    int64_t v_bytes;     /* bytes of a head's V in one group; 0 with v_in_k */
     int64_t head_bytes;  /* from one head to the next: k_bytes + v_bytes */
     int64_t group_bytes; /* from one group to the next */
     int64_t layer_bytes; /* from one layer to the next */

@@ -192,12 +192,12 @@ PP_INLINE void values(const int DT, const int HEADS, const int NV, const int MOD
 
 /* The functions of the stages, for each number of heads and each mode.  Up to 3 heads, a chain of scores is four
  * vectors wide.  For 4 heads it is three vectors wide, and the last vector computes both chains at once.  For more
- * heads it is two vectors wide.  The 8 vectors of a run of V are computed most_values at once; for 4 heads the last
- * pass has two. */
+ * heads it is two vectors wide.  A pass over a run of V (8 vectors) computes most_values
+ * vectors at once; for 4 heads the passes have 3, 3 and 2. */
 typedef void chain_stage(const pp_tile *tile, int first, const float *q, int64_t q_step, float *s, int late);
 typedef void values_stage(const pp_tile *tile, int column, const float *p, float *o, int late);
 typedef struct stages {
-    chain_stage *even, *odd, *fourth; /* `even` is both chains if `odd` is NULL; `fourth`: the last vector, or NULL */
+    chain_stage *even, *odd, *fourth; /* odd is NULL: even computes both chains; fourth may be NULL */
     values_stage *values, *last_values;
 } stages;
 PP_INLINE int score_step(int heads) { return heads <= 4 ? 4 : 2; }

@@ -131,7 +131,7 @@ PP_INLINE void chains(const int DT, const int HEADS, const int NV, const int EVE
     }
 }
 
-/* The same with both chains, at once if there are enough registers. */
+/* The same for both chains: together if there are enough registers, otherwise one after the other. */
 PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int TILES, const int WEIGHED, const int mode,
                       const pp_tile *tile, int first, const float *q, const int q_step, float *s,
                       weighing *to_do) {

@@ -99,7 +99,8 @@ PP_INLINE void int_scores_at(const int HEADS, const int NV, const unsigned char 
     }
 }
 
-/* Number of rows with sums in registers at once, and number of groups or vectors of dims for each row. */
+/* The number of rows that are computed together with their sums in registers, and the number of groups (scores) or
+ * vectors of dims (values) per row. */
 PP_INLINE int int_rows(int heads) {
     const int most = INT_REGISTERS / INT_SUMS;
     return heads < most ? heads : most;

@@ -45,7 +45,7 @@ PP_INLINE void ints_to_floats(const pp_ints *sums, uint32_t less, pp_v *floats) 
 PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
     PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) {
         const uint16x4_t low = vmovn_u32(vreinterpretq_u32_f32(rounded[j]));
-        const uint16x4_t high = vrshr_n_u16(low, 8); /* low's last 8 bits, which are signed, are added to it */
+        const uint16x4_t high = vrshr_n_u16(low, 8); /* rounded, because the lower 8 bits are signed */
         vst1_u8((unsigned char *)(words + j * 2), vmovn_u16(vcombine_u16(high, low)));
     }
 }

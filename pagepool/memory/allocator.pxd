@@ -59,7 +59,7 @@ cdef extern from *:
     int32_t pp_get_count(int32_t *count) nogil
 
 
-# The blocks to which a prefix cache holds a reference, see CachedRefs in block_refs.pxd. `next` belongs to another
+# The blocks to which a prefix cache holds a reference, see CachedRefs in block_refs.pxd. `next` is the list of another
 # cache.
 cdef struct CachedCounts:
     uint8_t *is_cached

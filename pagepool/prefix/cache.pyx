@@ -531,7 +531,7 @@ cdef class PrefixCache:
 
     @property
     def label(self):
-        """The label in `BlockAllocator.owners`: the policy."""
+        """The name of the policy: the label of this cache in `BlockAllocator.owners`."""
         return self.policy
 
     def references(self):

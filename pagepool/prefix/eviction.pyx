@@ -200,7 +200,7 @@ cdef class CachedBlocks:
         return done
 
     cdef str audit(self):
-        """The first equation that does not hold, as a sentence, or None. O(nodes + tokens)."""
+        """Check the equations above. Return a sentence about the first broken one, or None. O(nodes + tokens)."""
         cdef Node *nodes = self.tree.nodes
         cdef int32_t node, cached = 0, aside = 0
         broken = self.tree.audit()

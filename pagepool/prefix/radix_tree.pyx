@@ -310,7 +310,7 @@ cdef class NodeTable:
         self.roots.clear()
 
     cdef str audit(self):
-        """The first equation that does not hold, as a sentence, or None. O(nodes)."""
+        """Check the equations of the tree. Return a sentence about the first broken one, or None. O(nodes)."""
         cdef Node *nodes = self.nodes
         cdef int32_t node, other, size
         cdef int64_t alive = 0, hashed = 0, steps, bucket

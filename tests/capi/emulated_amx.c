@@ -30,8 +30,8 @@ static void fail(const char *why) {
     abort();
 }
 
-/* Each number of c gets two chains of fma from 0, over the first and over the second elements of the pairs.  Subnormal
- * operands and results are zeros, as MXCSR has it meanwhile. */
+/* Each number of c gets two chains of fma from 0, over the first and over the second elements of the pairs.  MXCSR is
+ * set so that subnormal operands and results become zeros. */
 __attribute__((target("avx2,fma"))) static void dot(tile *c, const tile *a, const tile *b) {
     const unsigned modes = _mm_getcsr();
     const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);

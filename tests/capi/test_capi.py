@@ -78,7 +78,7 @@ def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(isa,
 
 @pytest.mark.skipif("avx512_bf16" not in ISAS, reason="kernels of AMX use AVX512_BF16, too")
 def test_instructions_of_amx_have_the_bits_of_vectors(variants, bits_of_variants, tmp_path):
-    """By AMX's own instructions, which a handler of SIGILL runs where the CPU does not have them."""
+    """Runs the AMX instructions. On a CPU without AMX a handler of SIGILL emulates them."""
     emulated = build(HERE / "variants.c", tmp_path / "emulated", beside=[HERE / "emulated_amx.c"])
     *said, bits = run([str(emulated)], PAGEPOOL_ISA="amx").split()
     assert said == ["ok", "amx"]

@@ -131,7 +131,7 @@ def test_a_wrong_argument_is_named_and_changes_nothing(call, error, words):
         (np.float32(1), TypeError, *[("block", "float32")] * 2),
         (np.array([True]), TypeError, *[("block", "bool")] * 2),
         (np.zeros((2, 2), np.int32), ValueError, *[("block", 1, 2)] * 2),
-        # more references than a block has: an error of free alone
+        # more references than the block has: an error of `free`, but not of `share`
         ([0, 1, 0], InvalidBlock, ("block", 0, 2, 1), "accepted"),
         ([3, 3, 3], InvalidBlock, ("block", 3, 3, 2), "accepted"),
         (np.array([0, 1, 0], np.int32), InvalidBlock, ("block", 0, 2, 1), "accepted"),

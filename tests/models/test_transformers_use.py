@@ -504,7 +504,7 @@ OTHER_FAMILIES = {
         "its logits over pages differ from its own by",
     ),
     "DogeForCausalLM": ({}, "DogeAttention makes its mask itself, and pages need to know its window"),
-    "Llama4ForCausalLM": ({"attention_chunk_size": 16}, "a mask that is not a causal window of 16 at query"),
+    "Llama4ForCausalLM": ({"attention_chunk_size": 16}, "its mask is not a causal window of 16: query"),
     # Its attention uses the number of tokens in the cache, which differs between the rows of a batch.
     "Llama4 without chunks": (
         {"layer_types": 4 * ["full_attention"], "no_rope_layers": 4 * [0], "num_local_experts": 2, "head_dim": 16},

@@ -142,7 +142,7 @@ def window_of(mask: Callable[..., Any], local_size: int | None) -> int | None:
             seen = key <= query and (window is None or query - key <= window)
             if bool(mask(torch.tensor(0), torch.tensor(0), torch.tensor(query), torch.tensor(key))) != seen:
                 kind = "causal" if local_size is None else f"a causal window of {local_size}"
-                raise Unsupported(f"a mask that is not {kind} at query {query} and key {key}")
+                raise Unsupported(f"its mask is not {kind}: query {query} and key {key} differ")
     return window
 
 
