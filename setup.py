@@ -6,6 +6,7 @@ Flags stay at the ABI floor: the kernels choose their instruction set at run tim
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -205,10 +206,17 @@ def extension(module):
     )
 
 
+def description():
+    """The README for a package index, which has no other files: relative links become plain text."""
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#)[^)]+\)", r"\1", Path("README.md").read_text(encoding="utf-8"))
+
+
 MODULES = sorted(str(path.with_suffix("")).replace("/", ".") for path in Path("pagepool").glob("**/*.pyx"))
 
 if __name__ == "__main__":
     setup(
+        long_description=description(),
+        long_description_content_type="text/markdown",
         libraries=[("pagepool", {"sources": C_SOURCES})],
         ext_modules=[extension(module) for module in [*MODULES, SHARED]],
         cmdclass={"build": Build, "build_py": BuildPy, "build_clib": BuildClib, "build_ext": BuildExt},

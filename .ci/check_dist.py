@@ -1,5 +1,6 @@
 """Checks dist/: the sdist has every file but the tiny model, the wheel what users need. `check_dist.py DIST`."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -30,6 +31,8 @@ def check_sdist(path):
 def check_wheel(path):
     with zipfile.ZipFile(path) as archive:
         held = {info.filename: info.file_size for info in archive.infolist()}
+        info = next(name.split("/")[0] for name in held if name.endswith(".dist-info/METADATA"))
+        broken = re.findall(r"\]\((?!https?:|#)[^)]*\)", archive.read(f"{info}/METADATA").decode())
     package = ROOT / "pagepool"
     wanted = [*package.rglob("*.pxd"), *package.rglob("*.pyi"), *package.rglob("*.py"), *package.glob("data/*")]
     names = {str(file.relative_to(ROOT)) for file in wanted if file.is_file()}
@@ -42,7 +45,8 @@ def check_wheel(path):
         stem = str(file.relative_to(ROOT).with_suffix(""))
         if not any(name.startswith(f"{stem}.cpython-") for name in held):
             fail(f"{path.name} lacks the compiled {stem}")
-    info = next(name.split("/")[0] for name in held if name.endswith(".dist-info/METADATA"))
+    if broken:
+        fail(f"the description in {path.name} has relative links: {', '.join(broken)}")
     strange = [
         name for name in held if name.endswith((".c", ".pyx", ".o")) or name.split("/")[0] not in ("pagepool", info)
     ]
