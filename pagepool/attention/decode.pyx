@@ -438,97 +438,108 @@ cdef int read_threads(object num_threads) except -1:
 def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, query_start_loc=None, custom_mask=None,
            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
            return_lse=False, return_block_scores=False, arithmetic="exact", cascade=True, num_threads=None):
-    """Attends with the last query tokens of each sequence, by default one, over the keys and values in its pages.
+    """Compute attention of the last query tokens of each sequence, by default one, over the K and V in its pages.
 
-    Arrays, `out` included, are read and written in place, by the buffer protocol or DLPack: NumPy's and tensors of
-    torch, for example, parameters and inference tensors too. No gradient is recorded.
-
-    Returns `out`, by default a new array of float32, (n_tokens, num_qo_heads, v_head_dim). With return_lse or
-    return_block_scores returns a tuple of `out`, lse, float32 (n_tokens, num_qo_heads), and scores, float32 (n_tokens,
-    num_qo_heads, width), which are 0 for blocks that the row does not see. A query token that sees nothing gives zeros
-    and the lse -inf: in an empty sequence, or when a sequence has more query tokens than seq_len. The bits of a row
-    depend only on its own query and the keys and values that it sees: not on the batch, the other query tokens, the
-    order, the threads, the block size or the instruction set. Without fma ("baseline") each product is rounded, so its
-    bits differ.
-
-    In exact arithmetic a head's error is below 1e-5 of its largest output while scores stay below about 20; scores are
-    float32, and errors grow with their size. So it is with "bf16x2" on normally distributed numbers. With "bf16",
-    rounding changes a score by at most E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most
-    (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)) and the lse by E + 2^-8; on random numbers outputs were off by up to
-    9e-3 of a head's largest one.
-
-    NaN and inf follow IEEE 754. A NaN in q or K, a score of inf or a sink of inf makes a head NaN; a NaN in V makes its
-    dim NaN. A token with the score -inf has no weight. If all scores are -inf, the head is NaN and its lse -inf (with a
-    sink: zeros and the sink). Values are summed in float32, with weights of up to 2^8, before the sum is divided by the
-    sum of weights, so abs(V) times the number of tokens of about equal weight must stay below 2^120 (1.3e36). Tokens
-    that a query token does not see have no influence on it, even if they are NaN. With "bf16x2" an infinity in K, V or
-    q may make a head NaN.
-
-    Raises `TypeError` for a wrong dtype, and for seq_lens or query_start_loc together with a `BlockTables`;
-    `ValueError` for a wrong shape or stride, a length or number out of range, and a `BlockTables` of another allocator
-    than the pool's; `InvalidBlock` for an id out of range, and in checked mode (`KvCachePool.checked`) for a free
-    block. Then nothing is written. Releases the GIL.
-
-    Sources: online softmax (Milakov & Gimelshein, 2018); paging (vLLM, Kwon et al., SOSP 2023); splitting a sequence
-    for threads (Flash-Decoding, Dao et al., 2023), here with borders that do not depend on the threads; tree masks
-    (SpecInfer, Miao et al., ASPLOS 2024), flattened as FlashInfer does.
+    Arrays are read and written in place, by the buffer protocol or DLPack, for example arrays of NumPy and tensors of
+    torch. Gradients are not recorded. Releases the GIL.
 
     Parameters
     ----------
-    q
-        (n_tokens, num_qo_heads, head_dim), float32; float16 and bfloat16 (or its bits as uint16) are widened.
-        num_qo_heads is a multiple of the pool's num_kv_heads (grouped queries share a KV head).
-    pool, layer
-        A pool made by `KvCachePool.from_layout`, and the number of a layer, from 0.
-    block_tables
-        (n_seqs, width), int32 or int64 (which is copied): the block ids of each sequence in order; entries past its
-        length are neither read nor checked. Or a filled `BlockTables`, in place of the three arrays block_tables,
-        seq_lens and query_start_loc.
-    seq_lens
-        (n_seqs,), int32 or int64: tokens with K and V in the pages, including the query tokens.
-    query_start_loc
-        (n_seqs + 1,), int32 or int64: sequence s has the query tokens query_start_loc[s] up to query_start_loc[s +
-        1] of q. They are the last tokens of the sequence; default: one per sequence.
-    custom_mask
-        Which tokens a query token sees, by default all up to its own (speculative decoding). One bool array (query
-        tokens, width) per sequence covers its last `width` tokens; all query tokens see the tokens before those.
-        `width` is the number of query tokens (a tree) or seq_len. Give a list of arrays, None in it for causal
-        attention; one array for all sequences; all arrays flattened into one; or, for width seq_len, bits in uint8,
-        little-endian, each sequence beginning a new byte.
-    sm_scale
-        Multiplies the scores; 1 / sqrt(head_dim) by default. Set it for a latent cache: its keys had fewer dims
-        before they were projected.
-    window_left
-        Sliding window: a query sees this many tokens to its left, and its own; -1 or None: all. Pages left of every
-        window of a sequence are not read, and their ids are not checked. Pages that are hidden only by a mask are
-        read.
-    logits_soft_cap
+    q : float32, float16 or bfloat16, shape (n_tokens, num_qo_heads, head_dim)
+        The queries. 16-bit queries are widened exactly; bfloat16 may come as its bits in uint16. num_qo_heads is a
+        multiple of the pool's num_kv_heads (grouped queries share a KV head).
+    pool : KvCachePool
+        A pool made by `KvCachePool.from_layout`.
+    layer : int
+        The number of the layer, from 0.
+    block_tables : int32, shape (n_seqs, width), or BlockTables
+        The block ids of each sequence in order; int64 is copied. Entries past the length of a sequence are neither
+        read nor checked. A filled `BlockTables` replaces block_tables, seq_lens and query_start_loc.
+    seq_lens : int32 or int64, shape (n_seqs,)
+        Number of tokens with K and V in the pages, including the query tokens.
+    query_start_loc : int32 or int64, shape (n_seqs + 1,)
+        The query tokens of sequence s are q[query_start_loc[s]:query_start_loc[s + 1]]. They are the last tokens of
+        the sequence. Default: one for each sequence.
+    custom_mask : bool or uint8
+        The tokens that a query token sees. Default: all up to its own. A bool array (query tokens, width) covers the
+        last `width` tokens of a sequence; all query tokens see the tokens before those. `width` is the number of query
+        tokens (a tree of drafts) or seq_len. Pass a list of arrays, with None for causal attention; one array for all
+        sequences; all arrays flattened into one; or, for width seq_len, bits in uint8, little-endian, where each
+        sequence begins a new byte.
+    sm_scale : float
+        Factor of the scores. Default: 1 / sqrt(head_dim). Required for a latent cache, because its keys had fewer dims
+        before the projection.
+    window_left : int
+        Sliding window: a query sees this many tokens to its left, and its own. -1 or None: no window. Pages left of all
+        windows of a sequence are not read, and their ids are not checked. Pages that only a mask hides are read.
+    logits_soft_cap : float
         If neither 0 nor None, a score becomes cap * tanh(score / cap) (Gemma 2).
-    alibi_slopes
-        (num_qo_heads,): slope * (t - position of the query token) is added to the score of token t, after the cap
-        (ALiBi, Press et al.).
-    sinks
-        (num_qo_heads,): a score per head that takes weight and has no value (attention sinks, gpt-oss); -inf for no
-        sink.
-    out
-        An array to write to: float32, float16 or bfloat16 (or uint16 for its bits), to nearest even, C-contiguous,
-        of the result's shape, overlapping no input.
-    return_lse
+    alibi_slopes : float, shape (num_qo_heads,)
+        slope * (t - position of the query token) is added to the score of token t after the cap.
+    sinks : float, shape (num_qo_heads,)
+        A score per head that takes weight and has no value (attention sinks, gpt-oss). -inf: no sink.
+    out : float32, float16 or bfloat16, shape (n_tokens, num_qo_heads, v_head_dim)
+        The array to write to, rounded to nearest even; bfloat16 may be uint16. C-contiguous, overlaps no input.
+        Default: a new array of float32.
+    return_lse : bool
         Also return the natural log of the sum of exp(score) of each row, sinks included.
-    return_block_scores
-        Also return the weight of each block: the sum of the row's weights over its tokens, for attention-based
-        eviction.
-    arithmetic
-        "exact": float32 products and sums of the stored values. For bfloat16 pages, products as AMX computes them; a
-        CPU without AMX computes the same bits by vectors. "bf16x2" multiplies each weight of the softmax as the sum of
-        two bfloat16 numbers, and q as one, two or three (bfloat16, float16, float32). "bf16" rounds q and the weights
-        to bfloat16. All other arithmetic is float32. "auto": "bf16x2" if the CPU has AMX, q has 16 bits and the pages
-        are bfloat16, else "exact".
-    cascade
-        Reads chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples, a tree of
-        them) once for all; they are found in the block tables. False: for each. No bit differs.
-    num_threads
-        The maximum number of threads; by default the CPUs that this process may use, or PAGEPOOL_NUM_THREADS.
+    return_block_scores : bool
+        Also return the sum of a row's weights over the tokens of each block, for attention-based eviction.
+    arithmetic : {"exact", "bf16x2", "bf16", "auto"}
+        "exact": float32 products and sums of the stored values. The next two are for bfloat16 pages. They compute
+        products like AMX; a CPU without AMX computes the same bits with vectors. "bf16x2": a weight is the sum of two
+        bfloat16 numbers, and q of one, two or three (bfloat16, float16, float32). "bf16": q and the weights are rounded
+        to bfloat16. "auto": "bf16x2" if the CPU has AMX, q has 16 bits and the pages are bfloat16, otherwise "exact".
+    cascade : bool
+        Read chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples) once for all of
+        them. Changes no bit.
+    num_threads : int
+        The maximum number of threads. Default: PAGEPOOL_NUM_THREADS, or the CPUs that this process may use.
+
+    Returns
+    -------
+    out : ndarray
+        The result. Zeros for a query token that sees no token: in an empty sequence, or if a sequence has more query
+        tokens than seq_len.
+    lse : ndarray of float32, shape (n_tokens, num_qo_heads)
+        If return_lse is set. -inf for a query token that sees no token.
+    scores : ndarray of float32, shape (n_tokens, num_qo_heads, width)
+        If return_block_scores is set. 0 for blocks that the query token does not see.
+
+    Raises
+    ------
+    TypeError
+        A wrong dtype, or seq_lens or query_start_loc together with a `BlockTables`. Nothing is written.
+    ValueError
+        A wrong shape or stride, a number out of range, or a `BlockTables` of another allocator. Nothing is written.
+    InvalidBlock
+        A block id is out of range, or the block is free (in checked mode, see `KvCachePool.checked`). Nothing is
+        written.
+
+    Notes
+    -----
+    Bits. The bits of a row depend only on its own query and on the keys and values that it sees: not on the batch, the
+    other query tokens, their order, the threads, the block size or the instruction set. Without fma ("baseline") each
+    product is rounded, so the bits differ.
+
+    Error. In "exact", and on normally distributed numbers in "bf16x2", a head's error is below 1e-5 of its largest
+    output while scores stay below about 20. Scores are float32, so the error grows with them. In "bf16", rounding
+    changes a score by at most E = 2^-8 abs(sm_scale) sum(abs(q * k)), an output by at most
+    (exp(2 E) (1 + 2^-7) - 1) sum(weight * abs(v)), and the lse by E + 2^-8. On random numbers the error was at most
+    9e-3 of a head's largest output.
+
+    Special values follow IEEE 754. A NaN in q or K, a score of inf or a sink of inf makes a head NaN; a NaN in V makes
+    its dim NaN. A token with the score -inf has no weight. If all scores are -inf, the head is NaN and its lse is -inf;
+    with a sink, zeros and the sink. Tokens that a query token does not see do not change its result, even if they are
+    NaN. With "bf16x2" an infinity in K, V or q may make a head NaN. Values are summed in float32 with weights of up to
+    2^8 and then divided by the sum of the weights, so abs(V) times the number of tokens of about equal weight must stay
+    below 2^120 (1.3e36).
+
+    References
+    ----------
+    Online softmax: Milakov and Gimelshein, 2018. Paging: vLLM, Kwon et al., SOSP 2023. Splitting a sequence for
+    threads: Flash-Decoding, Dao et al., 2023; here the borders do not depend on the threads. Tree masks: SpecInfer,
+    Miao et al., ASPLOS 2024, flattened as in FlashInfer. ALiBi: Press et al., 2022.
 
     Examples
     --------
@@ -556,30 +567,44 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
 def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, query_start_loc=None, *,
             custom_mask=None, sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None,
             out=None, return_lse=False, arithmetic="exact", cascade=True, num_threads=None):
-    """Attention of the new tokens of each sequence over its pages. The new tokens are a whole prompt or a chunk of it.
+    """Compute attention of the new tokens of each sequence over its pages: a whole prompt, or a chunk of it.
 
-    Append the K and V of the new tokens first: `seq_lens` counts them. Earlier tokens are read from the pages. They
-    can come from an earlier chunk, another sequence or a prefix cache. Sequences that decode one token may be in the
-    same call.
-
-    See `decode` for the other arguments, the result and the errors. A token's result always has the same bits: with the
-    prompt in one call, in chunks of any size, after a hit in a prefix cache, or token by token through `decode`.
-
-    From 24 rows of a KV head on (query heads of its group times query tokens) scores and values are computed as tiles
-    of many rows, at the rate of the CPU's multiply-adds. Each thread needs about 1 MB of scratch, whatever the number
-    of tokens.
-
-    Sources: chunked prefill (Sarathi-Serve, Agrawal et al., OSDI 2024); online softmax over tiles (FlashAttention, Dao
-    et al., 2022).
+    Append the K and V of the new tokens first: `seq_lens` counts them. Earlier tokens are read from the pages. They can
+    come from an earlier chunk, another sequence or a prefix cache. Sequences that decode one token may be in the same
+    call. Releases the GIL.
 
     Parameters
     ----------
-    q
-        (n_tokens, num_qo_heads, head_dim), float32, float16 or bfloat16 (or its bits as uint16): the new tokens of
-        all sequences, one sequence behind the other.
-    query_start_loc
-        (n_seqs + 1,), int32 or int64: sequence s has the tokens query_start_loc[s] up to query_start_loc[s + 1] of
-        q.
+    q : float32, float16 or bfloat16, shape (n_tokens, num_qo_heads, head_dim)
+        The queries of the new tokens of all sequences, concatenated. bfloat16 may come as its bits in uint16.
+    query_start_loc : int32 or int64, shape (n_seqs + 1,)
+        The new tokens of sequence s are q[query_start_loc[s]:query_start_loc[s + 1]].
+    pool, layer, block_tables, seq_lens, custom_mask, sm_scale, window_left, logits_soft_cap
+        As in `decode`.
+    alibi_slopes, sinks, out, return_lse, arithmetic, cascade, num_threads
+        As in `decode`.
+
+    Returns
+    -------
+    out, lse
+        As in `decode`. A token's result always has the same bits: with the prompt in one call, in chunks of any size,
+        after a hit in a prefix cache, or token by token through `decode`.
+
+    Raises
+    ------
+    TypeError, ValueError, InvalidBlock
+        As in `decode`.
+
+    Notes
+    -----
+    If a KV head has at least 24 rows (query heads of its group times query tokens), scores and values are computed as
+    tiles of many rows, at the rate of the CPU's multiply-adds. Each thread needs about 1 MB of scratch, whatever the
+    number of tokens.
+
+    References
+    ----------
+    Chunked prefill: Sarathi-Serve, Agrawal et al., OSDI 2024. Online softmax over tiles: FlashAttention, Dao et al.,
+    2022.
 
     Examples
     --------
