@@ -209,6 +209,12 @@ class StateLayout:
         """Elements of all states of one sequence."""
         return sum(prod(shape) for layer in self.layers for shape, _ in layer.values())
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all states of one sequence."""
+        states = [state for layer in self.layers for state in layer.items()]
+        return sum(prod(shape) * _state_item_bytes(name, dtype) for name, (shape, dtype) in states)
+
 
 @dataclass(frozen=True)
 class Tenant:

@@ -34,7 +34,7 @@ class SessionFile:
         try:
             self._fingerprint = engine.runner.fingerprint(weights_of(model_directory(options.model), options))
             if self._path.exists():
-                found = load_session(self._path, self._cache, self._fingerprint)
+                found = load_session(self._path, self._cache, self._fingerprint, **self._memory())
                 self.tokens, self.note = found.tokens.tolist(), found.note
                 if isinstance(self.note, dict) != options.chat:
                     raise ValueError(f"{self._path}: it has a {'text' if options.chat else 'chat'}, see --chat")
@@ -51,8 +51,12 @@ class SessionFile:
         """Write all tokens and their cached pages. Raises OSError if the file cannot be written."""
         from pagepool.prefix.session import save_session
 
-        count = save_session(self._path, self._cache, self._fingerprint, tokens, note=note)
+        count = save_session(self._path, self._cache, self._fingerprint, tokens, note=note, **self._memory())
         self._say(f"saved with {len(tokens):,} tokens, {count:,} of them with their pages")
+
+    def _memory(self) -> dict[str, Any]:
+        runner = self._engine.runner
+        return {"num_groups": len(runner.groups or (0,)), "checkpoints": runner.checkpoints}
 
     def _say(self, line: str) -> None:
         print(f"pagepool: {self._path}: {line}", file=sys.stderr, flush=True)

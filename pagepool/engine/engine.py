@@ -78,8 +78,8 @@ class Engine(Intake):
         if no other process needs the CPUs. "sleep" leaves the CPUs to other processes. "auto" spins, and sleeps for a
         minute whenever the engine's thread had to wait for a CPU.
     store : path, optional
-        Directory of a `PrefixStore`: prefixes survive restarts and reboots. `close` writes all cached pages to it. Not
-        for models with recurrent states.
+        Directory of a `PrefixStore`: prefixes survive restarts and reboots. `close` writes all cached pages and all
+        kept recurrent states to it.
     store_bytes : int, optional
         Limit in bytes of the store for this model. Required with `store`.
     weights : str, optional

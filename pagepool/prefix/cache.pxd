@@ -2,6 +2,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.arrays cimport IdArray
 from pagepool.memory.block_refs cimport BlockRefs
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
@@ -12,7 +13,7 @@ cdef class PrefixCache:
     cdef readonly int32_t block_size
     cdef readonly str policy
     cdef CachedBlocks cached
-    cdef object link  # a StoreLink, or None
+    cdef readonly object link  # a StoreLink, or None
     cdef int32_t *path  # room for the nodes and the blocks of one call
     cdef int64_t path_room
     cdef long long looked_up
@@ -29,6 +30,7 @@ cdef class PrefixCache:
 
     # The names of the cached blocks among `blocks`.
     cdef list names_of(self, list blocks)
+    cdef int64_t discard_all(self, IdArray *ids)
     cdef bint offer_all(self)
     cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1
     cdef int c_reserve_path(self, int64_t n) except -1

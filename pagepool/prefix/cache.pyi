@@ -8,6 +8,7 @@ from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import BlockRefs, PrefixMatch
 from pagepool.prefix.events import NameSnapshot, PrefixEvent, PrefixSnapshot
 from pagepool.prefix.store import PrefixStore
+from pagepool.prefix.store_link import StoreLink
 
 __all__ = ["PrefixCache"]
 
@@ -61,6 +62,8 @@ class PrefixCache:
     def allocator(self) -> BlockAllocator: ...
     @property
     def policy(self) -> str: ...
+    @property
+    def link(self) -> StoreLink | None: ...
     @property
     def store(self) -> PrefixStore | None: ...
     @property

@@ -426,15 +426,22 @@ cdef class PrefixCache:
         (1, array([0], dtype=int32))
         """
         cdef IdArray ids
-        cdef int64_t count = 0, i
         read_ids(blocks, &ids)
-        if self.link is not None:
-            self.link.forget(self.atomically(lambda: self.names_of(list_ids(ids.ids, ids.count))))
+        try:
+            if self.link is None:
+                return self.discard_all(&ids)
+            names = self.atomically(lambda: self.names_of(list_ids(ids.ids, ids.count)))
+            with self.link.forgetting(names):
+                return self.discard_all(&ids)
+        finally:
+            release_ids(&ids)
+
+    cdef int64_t discard_all(self, IdArray *ids):
+        cdef int64_t count = 0, i
         with cython.critical_section(self):
             for i in range(ids.count):
                 if self.is_block(ids.ids[i]):
                     count += self.cached.c_discard(ids.ids[i])
-        release_ids(&ids)
         return count
 
     cdef list names_of(self, list blocks):
@@ -443,15 +450,15 @@ cdef class PrefixCache:
         return [self.cached.tree.name_of(node) for node in nodes if node >= 0]
 
     def flush(self, timeout=None):
-        """Write every cached block to the store and wait for it, at most `timeout` seconds; return whether it is done.
+        """Write every cached block and every kept recurrent state to the store, and wait for it.
 
-        Call it before a restart. False when time has run out, and without a store."""
+        Call it before a restart. Waits at most `timeout` seconds. False when time has run out, and without a store."""
         cdef bint all_offered = False
         if self.link is None:
             return False
         end = None if timeout is None else monotonic() + timeout
         while not all_offered:
-            all_offered = self.atomically(lambda: self.offer_all())
+            all_offered = self.atomically(lambda: self.offer_all()) and self.link.offer_states()
             if not self.link.wait(None if end is None else max(0.0, end - monotonic())):
                 return False
         return True
@@ -520,9 +527,11 @@ cdef class PrefixCache:
         Running sequences of a `Scheduler` do not cache their blocks again. The next allocated block is the lowest free
         id. O(n log n).
         """
-        if self.link is not None:
-            self.link.forget(None)
-        self.atomically(lambda: self.cached.reset())
+        if self.link is None:
+            self.atomically(lambda: self.cached.reset())
+            return
+        with self.link.forgetting(None):
+            self.atomically(lambda: self.cached.reset())
 
     @property
     def store(self):

@@ -10,10 +10,13 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pagepool._arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE
 
 if TYPE_CHECKING:
+    from pagepool.config import StateLayout
     from pagepool.memory.kv_pool import KvCachePool
 
 __all__ = ["Fingerprint", "fingerprint_of", "weights_digest"]
@@ -35,21 +38,29 @@ class Fingerprint:
         Bytes of one block's pages in all pools together.
     block_size : int
         Tokens per block.
+    state_bytes : int
+        Bytes of one recurrent state; 0 for a model without recurrent states.
     """
 
     text: str
     page_bytes: int
     block_size: int
+    state_bytes: int = 0
 
     @property
     def digest(self) -> bytes:
         """A 128-bit hash of the attributes."""
-        data = f"{self.page_bytes} {self.block_size} {self.text}".encode()
+        data = f"{self.page_bytes} {self.block_size} {self.state_bytes} {self.text}".encode()
         return blake2b(data, digest_size=16).digest()
 
 
 def fingerprint_of(
-    pools: KvCachePool | Iterable[KvCachePool], weights: str, *, block_size: int | None = None, **parameters: Any
+    pools: KvCachePool | Iterable[KvCachePool],
+    weights: str,
+    *,
+    block_size: int | None = None,
+    states: StateLayout | None = None,
+    **parameters: Any,
 ) -> Fingerprint:
     """Return the fingerprint of a model's pages.
 
@@ -62,6 +73,8 @@ def fingerprint_of(
         have different ones.
     block_size : int or None
         Tokens per block. None: the block size of the first pool. Required without pools.
+    states : StateLayout or None
+        The recurrent states of a sequence, for a model that has some.
     **parameters : JSON values
         Other parameters that keys and values depend on: RoPE, quantisation, adapters, the arithmetic of the kernels.
 
@@ -95,9 +108,17 @@ def fingerprint_of(
         layout = f"{pool.page_size} x {pool.dtype}" if pool.layout is None else repr(pool.layout)
         pages.append([layout, scales])
     described = {"format": FORMAT, "pages": pages, "weights": weights, "parameters": parameters}
+    if states is not None:
+        described["states"] = [
+            [[name, shape, _dtype_name(dtype)] for name, (shape, dtype) in layer.items()] for layer in states.layers
+        ]
     text = json.dumps(described, sort_keys=True, allow_nan=False)
     page_bytes = sum(pool.nbytes // pool.max_blocks if pool.max_blocks else 0 for pool in found)
-    return Fingerprint(text, page_bytes, size)
+    return Fingerprint(text, page_bytes, size, 0 if states is None else states.num_bytes)
+
+
+def _dtype_name(dtype: Any) -> str:
+    return dtype if isinstance(dtype, str) and dtype == "bfloat16" else np.dtype(dtype).str
 
 
 def weights_digest(folder: str | Path, known: str | Path | None = None) -> str:

@@ -446,6 +446,21 @@ cdef class PrefixTree:
         self.table.nodes[node].ghost = 0
         self.table.c_collect(node)
 
+    def tokens_of(self, int32_t node):
+        """Return the tokens of the prefix that ends with a node, int32 (n,). O(n)."""
+        cdef int64_t n = 0
+        cdef int32_t size = self.table.block_size, above = node
+        while self.table.nodes[above].parent >= 0:
+            above = self.table.nodes[above].parent
+            n += 1
+        result = np.empty(n * size, INT32)
+        cdef int32_t[::1] row = result
+        while n:
+            n -= 1
+            memcpy(&row[n * size], self.table.tokens + <size_t>node * <size_t>size, size * sizeof(int32_t))
+            node = self.table.nodes[node].parent
+        return result
+
     def is_below(self, int32_t node, int32_t above, int64_t blocks):
         """Whether `above` is `blocks` levels above `node`."""
         while node >= 0 and blocks:

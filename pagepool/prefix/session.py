@@ -1,4 +1,4 @@
-"""Sessions: one prefix, with its tokens and pages, as one portable file."""
+"""Sessions: one prefix, with its tokens, pages and recurrent state, as one portable file."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ import os
 import struct
 from collections.abc import Iterable
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagepool._arguments import integer
 from pagepool.errors import PoolExhausted
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.prefix.cache import PrefixCache
+from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.prefix.events import name_row
 from pagepool.prefix.fingerprint import Fingerprint
+from pagepool.prefix.keys import listed
 from pagepool.prefix.radix_tree import token_row
 from pagepool.prefix.store import PageSum
 from pagepool.prefix.stored_pages import read_block, write_block
 
 __all__ = ["Session", "load_session", "save_session"]
 
-MAGIC = b"pagepool session 1\n"
-# Lengths in bytes of the fingerprint, the note, the tokens and the checksums of the pages.
-LENGTHS = struct.Struct("<4Q")
+MAGIC = b"pagepool session 2\n"
+# Lengths in bytes of the fingerprint, the note, the tokens and the checksums; the number of groups, and the number of
+# tokens before the recurrent state, 0 without one.
+NUMBERS = struct.Struct("<6Q")
 SUM_BYTES = 16
 MAX_HEAD = 1 << 30
 
@@ -58,6 +63,8 @@ def save_session(
     note: Any = None,
     cache_salt: Any = None,
     extra_keys: Iterable[Any] = (),
+    num_groups: int = 1,
+    checkpoints: StateCheckpoints | None = None,
 ) -> int:
     """Write tokens, and the cached pages of their longest prefix, to a file; return the number of tokens with pages.
 
@@ -78,11 +85,15 @@ def save_session(
         Anything to keep with the tokens, such as the messages of a conversation.
     cache_salt, extra_keys
         As in `PrefixCache.match_prefix`.
+    num_groups : int
+        Number of groups of layers with a block table of their own. A `Scheduler` caches the blocks of each group.
+    checkpoints : StateCheckpoints or None
+        The recurrent states of the cache. The longest kept state within the pages is written, too.
 
     Returns
     -------
     int
-        Number of tokens with pages in the file.
+        Number of tokens with pages in the file, and with a state for a model that has states.
 
     Raises
     ------
@@ -95,7 +106,8 @@ def save_session(
     OSError
         The file cannot be written. An older file stays as it was.
     """
-    _check(cache, fingerprint)
+    extra_keys = listed(extra_keys)
+    keys = _group_keys(cache, fingerprint, num_groups, checkpoints, cache_salt, extra_keys)
     row = np.asarray(token_row(tokens))
     seed = os.urandom(SUM_BYTES)
     sums = PageSum(fingerprint, seed)
@@ -103,19 +115,29 @@ def save_session(
     target = Path(path)
     beside = target.with_name(f"{target.name}.{os.getpid()}.part")
     text = json.dumps(note, allow_nan=False).encode()
-    held = BlockRefs(cache.allocator)
+    held = [BlockRefs(cache.allocator) for _ in keys]
     try:
-        blocks = held.match_prefix(cache, row, cache_salt=cache_salt, extra_keys=extra_keys)
-        names = _names(row, fingerprint, seed)
-        begin = _head(fingerprint, seed, text, row, len(blocks))
+        blocks = [refs.match_prefix(cache, row, **key).tolist() for refs, key in zip(held, keys, strict=True)]
+        most = min(map(len, blocks))
+        names = _names(row, fingerprint, seed)[:most]
+        position, state = 0, b""
+        if checkpoints is not None:
+            checkpoints.follow(cache)
+            options = {"cache_salt": cache_salt, "extra_keys": extra_keys}
+            position, state = checkpoints.read_state(row, most * cache.block_size, **options)
+        num_sums = num_groups * most + (position > 0)
+        begin = _head(fingerprint, seed, text, row, num_sums, num_groups, position)
         with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            size = len(begin) + SUM_BYTES * (len(blocks) + 1)
-            file.seek(size)
+            file.seek(len(begin) + SUM_BYTES * (num_sums + 1))
             found = []
-            for name, block in zip(names, blocks.tolist(), strict=False):
-                read_block(cache.allocator, block, page)
-                found.append(sums.of(name, page))
-                file.write(page)
+            for group, group_blocks in enumerate(blocks):
+                for name, block in zip(names, group_blocks, strict=False):
+                    read_block(cache.allocator, block, page)
+                    found.append(sums.of(_group_name(name, group), page))
+                    file.write(page)
+            if position:
+                found.append(sums.of(_state_name(position), state))
+                file.write(state)
             head = begin + b"".join(found)
             file.seek(0)
             file.write(head + _head_sum(fingerprint, head))
@@ -123,9 +145,10 @@ def save_session(
             os.fsync(file.fileno())
         beside.replace(target)
     finally:
-        held.give_back()
+        for refs in held:
+            refs.give_back()
         beside.unlink(missing_ok=True)
-    return len(blocks) * cache.block_size
+    return most * cache.block_size if checkpoints is None else position
 
 
 def load_session(
@@ -135,8 +158,10 @@ def load_session(
     *,
     cache_salt: Any = None,
     extra_keys: Iterable[Any] = (),
+    num_groups: int = 1,
+    checkpoints: StateCheckpoints | None = None,
 ) -> Session:
-    """Read a file of `save_session` and cache its pages.
+    """Read a file of `save_session`, and cache its pages and its recurrent state.
 
     Pages are loaded into free blocks. Blocks that only the cache holds are evicted if needed. Every page has a
     checksum. Loading stops at the first damaged page and at the first page without a block. The tokens of missing pages
@@ -144,7 +169,7 @@ def load_session(
 
     Parameters
     ----------
-    path, cache, fingerprint, cache_salt, extra_keys
+    path, cache, fingerprint, cache_salt, extra_keys, num_groups, checkpoints
         As in `save_session`.
 
     Returns
@@ -155,39 +180,90 @@ def load_session(
     Raises
     ------
     ValueError
-        The file is not a session, is damaged before its pages, or belongs to another model. Nothing has changed.
+        The file is not a session, is damaged before its pages, or belongs to another model or to another number of
+        groups. Nothing has changed.
     OSError
         The file cannot be read.
     """
-    _check(cache, fingerprint)
-    keys = {"cache_salt": cache_salt, "extra_keys": tuple(extra_keys)}
+    extra_keys = listed(extra_keys)
+    keys = _group_keys(cache, fingerprint, num_groups, checkpoints, cache_salt, extra_keys)
     page = memoryview(bytearray(fingerprint.page_bytes))
     with Path(path).open("rb") as file:
-        seed, note, row, wanted = _read_head(path, file, fingerprint)
-        sums, size = PageSum(fingerprint, seed), cache.block_size
-        held, fresh = BlockRefs(cache.allocator), BlockRefs(cache.allocator)
+        head = _read_head(path, file, fingerprint)
+        if head.num_groups != num_groups:
+            raise ValueError(f"{path}: the session has {head.num_groups} groups of layers, not {num_groups}")
+        sums, begin, size = PageSum(fingerprint, head.seed), file.tell(), cache.block_size
+        names = _names(head.tokens, fingerprint, head.seed)[: head.num_pages]
+        num_cached = len(names)
+        held = [BlockRefs(cache.allocator) for _ in keys]
         try:
-            before = held.match_prefix(cache, row[: len(wanted) * size], **keys).tolist()
-            known, good = len(before), []
-            blocks = _allocate(cache, fresh, len(wanted) - known)
-            file.seek(known * len(page), os.SEEK_CUR)
-            names = _names(row, fingerprint, seed)[known:]
-            for name, checksum, block in zip(names, wanted[known:], blocks, strict=False):
-                if file.readinto(page) != len(page) or sums.of(name, page) != checksum:
-                    break
-                write_block(cache.allocator, block, page)
-                good.append(block)
-            if good:
-                cache.cache_blocks(row[: (known + len(good)) * size], [*before, *good], start=known, **keys)
+            for group, key in enumerate(keys):
+                wanted = head.sums[group * head.num_pages : (group + 1) * head.num_pages]
+                named = [_group_name(name, group) for name in names[:num_cached]]
+                pages = list(zip(named, wanted, strict=False))
+                file.seek(begin + group * head.num_pages * len(page))
+                num_cached = _load_pages(cache, held[group], file, head.tokens, key, pages, sums, page)
         finally:
-            fresh.give_back()
-            held.give_back()
-    return Session(row, (known + len(good)) * size, note)
+            for refs in held:
+                refs.give_back()
+        num_cached *= size
+        if checkpoints is not None:
+            checkpoints.follow(cache)
+            options = {"cache_salt": cache_salt, "extra_keys": extra_keys}
+            if 0 < head.position <= num_cached:
+                file.seek(begin + num_groups * head.num_pages * len(page))
+                state = file.read(checkpoints.state_bytes)
+                if sums.of(_state_name(head.position), state) == head.sums[-1]:
+                    checkpoints.add_state(head.tokens[: head.position], state, **options)
+            num_cached, _ = checkpoints.read_state(head.tokens, num_cached, **options)
+    return Session(head.tokens, num_cached, head.note)
 
 
-def _check(cache: PrefixCache, fingerprint: Fingerprint) -> None:
+def _load_pages(
+    cache: PrefixCache,
+    held: BlockRefs,
+    file: BufferedReader,
+    row: NDArray[np.int32],
+    key: dict[str, Any],
+    pages: list[tuple[bytes, bytes]],
+    sums: PageSum,
+    page: memoryview,
+) -> int:
+    """Cache the pages of a group, up to the first damaged one; return how many are cached from the beginning on."""
+    size = cache.block_size
+    before = held.match_prefix(cache, row[: len(pages) * size], **key).tolist()
+    known, good, fresh = len(before), [], BlockRefs(cache.allocator)
+    try:
+        blocks = _allocate(cache, fresh, len(pages) - known)
+        file.seek(known * len(page), os.SEEK_CUR)
+        for (name, checksum), block in zip(pages[known:], blocks, strict=False):
+            if file.readinto(page) != len(page) or sums.of(name, page) != checksum:
+                break
+            write_block(cache.allocator, block, page)
+            good.append(block)
+        if good:
+            cache.cache_blocks(row[: (known + len(good)) * size], [*before, *good], start=known, **key)
+    finally:
+        fresh.give_back()
+    return known + len(good)
+
+
+def _group_keys(
+    cache: PrefixCache,
+    fingerprint: Fingerprint,
+    num_groups: int,
+    checkpoints: StateCheckpoints | None,
+    cache_salt: Any,
+    extra_keys: Iterable[Any],
+) -> list[dict[str, Any]]:
+    """Check the arguments; return the keys of each group's blocks in the cache, as a `Scheduler` has them."""
     if cache.block_size != fingerprint.block_size:
         raise ValueError(f"the fingerprint has blocks of {fingerprint.block_size} tokens, the cache {cache.block_size}")
+    state_bytes = 0 if checkpoints is None else checkpoints.state_bytes
+    if state_bytes != fingerprint.state_bytes:
+        raise ValueError(f"the fingerprint has states of {fingerprint.state_bytes} bytes, checkpoints {state_bytes}")
+    own = [(group,) if num_groups > 1 else () for group in range(integer("num_groups", num_groups, 1))]
+    return [{"cache_salt": cache_salt, "extra_keys": (*extra_keys, *group)} for group in own]
 
 
 def _allocate(cache: PrefixCache, refs: BlockRefs, n: int) -> list[int]:
@@ -204,27 +280,54 @@ def _names(row: NDArray[np.int32], fingerprint: Fingerprint, seed: bytes) -> lis
     return [names[at : at + SUM_BYTES] for at in range(0, len(names), SUM_BYTES)]
 
 
-def _head(fingerprint: Fingerprint, seed: bytes, note: bytes, row: NDArray[np.int32], num_pages: int) -> bytes:
+def _group_name(name: bytes, group: int) -> bytes:
+    """What the checksum of a page is bound to. Pages of two groups differ, so that they cannot be swapped."""
+    return name + group.to_bytes(4, "little")
+
+
+def _state_name(position: int) -> bytes:
+    return b"state" + position.to_bytes(8, "little")
+
+
+def _head(
+    fingerprint: Fingerprint,
+    seed: bytes,
+    note: bytes,
+    row: NDArray[np.int32],
+    num_sums: int,
+    num_groups: int,
+    position: int,
+) -> bytes:
     text = fingerprint.text.encode()
-    lengths = LENGTHS.pack(len(text), len(note), row.nbytes, SUM_BYTES * num_pages)
-    return MAGIC + fingerprint.digest + seed + lengths + text + note + row.tobytes()
+    numbers = NUMBERS.pack(len(text), len(note), row.nbytes, SUM_BYTES * num_sums, num_groups, position)
+    return MAGIC + fingerprint.digest + seed + numbers + text + note + row.tobytes()
 
 
 def _head_sum(fingerprint: Fingerprint, head: bytes) -> bytes:
     return blake2b(head, key=fingerprint.digest, digest_size=SUM_BYTES).digest()
 
 
-def _read_head(
-    path: str | Path, file: BinaryIO, fingerprint: Fingerprint
-) -> tuple[bytes, Any, NDArray[np.int32], list[bytes]]:
-    """Return the seed, the note, the tokens and the checksums of the pages. The pages follow in the file."""
-    first = file.read(len(MAGIC) + 2 * SUM_BYTES + LENGTHS.size)
-    if not first.startswith(MAGIC) or len(first) < len(MAGIC) + 2 * SUM_BYTES + LENGTHS.size:
-        raise ValueError(f"{path}: it is not a session of pagepool")
+class _Head(NamedTuple):
+    """The file up to its pages. `sums` has the checksum of each page of each group, then the state's."""
+
+    seed: bytes
+    note: Any
+    tokens: NDArray[np.int32]
+    sums: list[bytes]
+    num_groups: int
+    num_pages: int  # of a group
+    position: int  # number of tokens before the state; 0 without a state
+
+
+def _read_head(path: str | Path, file: BinaryIO, fingerprint: Fingerprint) -> _Head:
+    """Read and check the file up to its pages, which follow in the file."""
+    first = file.read(len(MAGIC) + 2 * SUM_BYTES + NUMBERS.size)
+    if not first.startswith(MAGIC) or len(first) < len(MAGIC) + 2 * SUM_BYTES + NUMBERS.size:
+        raise ValueError(f"{path}: it is not a session of this version of pagepool")
     digest, seed = (first[len(MAGIC) + place : len(MAGIC) + place + SUM_BYTES] for place in (0, SUM_BYTES))
     if digest != fingerprint.digest:
         raise ValueError(f"{path}: the session is of another model, or of other weights, page layout or dtype")
-    lengths = LENGTHS.unpack(first[-LENGTHS.size :])
+    *lengths, num_groups, position = NUMBERS.unpack(first[-NUMBERS.size :])
     if sum(lengths) > MAX_HEAD:
         raise ValueError(f"{path}: the session is damaged: {sum(lengths)} bytes of tokens, {MAX_HEAD} at most")
     rest = file.read(sum(lengths) + SUM_BYTES)
@@ -236,4 +339,6 @@ def _read_head(
         pieces.append(rest[at : at + length])
         at += length
     row = np.frombuffer(pieces[2], np.int32)
-    return seed, json.loads(pieces[1]), row, [pieces[3][at : at + SUM_BYTES] for at in range(0, lengths[3], SUM_BYTES)]
+    sums = [pieces[3][at : at + SUM_BYTES] for at in range(0, lengths[3], SUM_BYTES)]
+    num_pages = (len(sums) - (position > 0)) // max(1, num_groups)
+    return _Head(seed, json.loads(pieces[1]), row, sums, num_groups, num_pages, position)

@@ -33,7 +33,8 @@ ALIGNMENT = 4096
 RESERVED = 8 << 20  # bytes of a store without pages: the empty index, its log and the small files
 LEAST_SLOTS = 4
 EVICTED_AT_ONCE = 64
-NO_PAGES = 65_536  # bytes of a slot if blocks have no pages, for recurrent states
+NO_PAGES = 16_384  # bytes of a slot if blocks have no pages, for recurrent states
+STATES = b"recurrent "  # begins the key of names of states; a `root_key` begins with another letter
 FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "pages")
 
 
@@ -80,7 +81,7 @@ class PrefixStore:
     Raises
     ------
     ValueError
-        If `max_bytes` has no room for four pages.
+        If `max_bytes` has no room for four pages, and four recurrent states of a model that has some.
     OSError
         If the directory cannot be made.
 
@@ -116,9 +117,11 @@ class PrefixStore:
         self.slot_bytes = -(-(fingerprint.page_bytes or NO_PAGES) // ALIGNMENT) * ALIGNMENT
         row_bytes = 2 * (4 * fingerprint.block_size + 160)
         self.num_slots = (self.max_bytes - RESERVED) // (self.slot_bytes + row_bytes)
-        if self.num_slots < LEAST_SLOTS:
-            least = RESERVED + LEAST_SLOTS * (self.slot_bytes + row_bytes)
-            raise ValueError(f"max_bytes must be at least {least}, for {LEAST_SLOTS} pages, not {self.max_bytes}")
+        least_slots = LEAST_SLOTS * (1 + -(-fingerprint.state_bytes // self.slot_bytes))
+        if self.num_slots < least_slots:
+            least = RESERVED + least_slots * (self.slot_bytes + row_bytes)
+            kept = f"{LEAST_SLOTS} pages and states" if fingerprint.state_bytes else f"{LEAST_SLOTS} pages"
+            raise ValueError(f"max_bytes must be at least {least}, for {kept}, not {self.max_bytes}")
         self.folder = Path(path) / fingerprint.digest.hex()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pid = os.getpid()
@@ -229,6 +232,24 @@ class PrefixStore:
         row = name_row(tokens, self.fingerprint.block_size, root_name(key, self.seed))
         return [row[at : at + NAME_BYTES] for at in range(0, len(row), NAME_BYTES)]
 
+    def state_names(self, tokens: Any, key: bytes) -> list[bytes]:
+        """Return the names of the recurrent states after each full block of a prompt under a `root_key`."""
+        return self.names(tokens, STATES + key)
+
+    def find_last(self, names: Sequence[bytes], tokens: Sequence[bytes]) -> tuple[int, Entry] | None:
+        """Return place and entry of the last of `names` that has an entry of equal tokens, or None."""
+        with self._look_up:
+            if self._reader is None or os.getpid() != self._pid:
+                return None
+            try:
+                found = self._reader.find_last(names, tokens)
+            except (sqlite3.Error, OverflowError) as error:
+                self._fail("the index cannot be read", error)
+                return None
+            if found is not None:
+                self._used.add(found[1].name)
+            return found
+
     def find(self, names: Sequence[bytes], tokens: Sequence[bytes]) -> list[Entry]:
         """Return the entries of `names`, up to the first name without an entry of equal tokens."""
         with self._look_up:
@@ -256,7 +277,7 @@ class PrefixStore:
 
     def _read_slots(self, entry: Entry, page: memoryview) -> bool:
         slots = array("I", entry.slots)
-        if entry.length != page.nbytes or len(slots) != -(-page.nbytes // self.slot_bytes):
+        if entry.length != page.nbytes or len(slots) != self._num_slots_of(page.nbytes):
             return False
         if max(slots, default=0) * self.slot_bytes >= 1 << 62:
             return False
@@ -277,7 +298,8 @@ class PrefixStore:
         Parameters
         ----------
         pages : iterable of (name, parent, tokens, page)
-            The page is any buffer. Names that the store has are only marked as used.
+            The page is any buffer. The parent of a recurrent state is `STATE`. Names that the store has are only marked
+            as used.
         """
         with self._change:
             if self._writer is None or os.getpid() != self._pid:
@@ -322,7 +344,7 @@ class PrefixStore:
         rows = []
         for name, parent, tokens, page in pages:
             size = memoryview(page).nbytes
-            slots = self._take(index, -(-size // self.slot_bytes))
+            slots = self._take(index, self._num_slots_of(size))
             if slots is None:
                 break
             self._write_slots(slots, memoryview(page))
@@ -346,6 +368,10 @@ class PrefixStore:
 
     def _give_back(self, slots: object) -> None:
         self._free.extend(slot for slot in slots_of(slots) or () if slot < self.num_slots)
+
+    def _num_slots_of(self, num_bytes: int) -> int:
+        """Return the slots of a page. An empty page has one, so that slots bound the rows of the index."""
+        return max(1, -(-num_bytes // self.slot_bytes))
 
     def _write_slots(self, slots: array[int], page: memoryview) -> None:
         for place, slot in enumerate(slots):
@@ -373,7 +399,10 @@ class PrefixStore:
                 (self.folder / FILES[0]).unlink(missing_ok=True)
 
     def forget(self, names: Iterable[bytes] | None) -> None:
-        """Delete the entries of `names`, of all for None, and wait until the disk has noted it. Does not raise."""
+        """Delete the entries of `names` and of all states, or all entries for None. Does not raise.
+
+        Waits until the disk has noted it. A state may depend on each of the pages.
+        """
         with self._change:
             index = self._writer
             if index is None or os.getpid() != self._pid:
@@ -386,6 +415,8 @@ class PrefixStore:
                 else:
                     for name in names:
                         self._give_back(index.delete_named(name))
+                    for slots in index.delete_states():
+                        self._give_back(slots)
                 index.commit()
                 index.sync()
             except (sqlite3.Error, OSError, OverflowError) as error:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-__all__ = ["Entry", "Row", "StoreIndex", "slots_of"]
+__all__ = ["STATE", "Entry", "Row", "StoreIndex", "slots_of"]
 
 BUSY_SECONDS = 5.0
 WAL_PAGES = 128  # length of the log, in pages of 4 KiB, at which SQLite copies it into the database
 WAL_BYTES = 1 << 20  # the log grows while another process reads; above this size, nothing is written
 AT_ONCE = 256  # names per query
+STATE = b"state"  # the parent of an entry with a recurrent state; names of pages are longer
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -132,6 +133,19 @@ class StoreIndex:
             count = AT_ONCE
         return found
 
+    def find_last(self, names: Sequence[bytes], tokens: Sequence[bytes]) -> tuple[int, Entry] | None:
+        """Return place and entry of the last of `names` that has an entry of equal tokens, or None."""
+        for end in range(len(names), 0, -AT_ONCE):
+            chunk = names[max(0, end - AT_ONCE) : end]
+            marks = ",".join("?" * len(chunk))
+            query = f"SELECT name, slots, length, sum, tokens FROM entries WHERE name IN ({marks})"
+            rows = {row[0]: row for row in self._db.execute(query, chunk).fetchall()}
+            for place in range(end - 1, end - len(chunk) - 1, -1) if rows else ():
+                row = rows.get(names[place])
+                if row is not None and row[4] == tokens[place] and slots_of(row[1]) is not None:
+                    return place, Entry(*row[:4])
+        return None
+
     def known(self, names: Sequence[bytes]) -> set[bytes]:
         """Return the names that have an entry."""
         found: set[bytes] = set()
@@ -193,6 +207,12 @@ class StoreIndex:
         self.delete([row[0]])
         slots: object = row[1]
         return slots
+
+    def delete_states(self) -> list[object]:
+        """Delete the entries of recurrent states; return the slots of each. Reads every row."""
+        rows = self._db.execute("SELECT id, slots FROM entries WHERE parent = ?", (STATE,)).fetchall()
+        self.delete([row[0] for row in rows])
+        return [row[1] for row in rows]
 
     def clear(self) -> None:
         """Delete every entry."""

@@ -9,13 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition, Lock, Thread
 from typing import Any
+from weakref import WeakSet
 
 from pagepool.errors import PoolExhausted
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.store import PrefixStore
-from pagepool.prefix.store_index import Entry
+from pagepool.prefix.store_index import STATE, Entry
 from pagepool.prefix.stored_pages import PageQueue, write_block
+from pagepool.prefix.stored_states import StateQueue
 
 __all__ = ["QUEUE_BYTES", "StoreLink"]
 
@@ -46,10 +48,11 @@ class StoreLink:
             raise ValueError(
                 f"the store has pages of {store.fingerprint.page_bytes} bytes, a block {queue.page_bytes} in all pools"
             )
-        self.store, self.queue = store, queue
+        self.store, self.queue, self.states = store, queue, StateQueue()
+        self.checkpoints: WeakSet[Any] = WeakSet()  # each `StateCheckpoints` that keeps states for this cache
         self._page = memoryview(bytearray(queue.page_bytes))
         self._lock = Lock()
-        self._writer = _Writer(store, queue)
+        self._writer = _Writer(store, queue, self.states)
         self._writer.start()
         # The thread does not hold the link. It ends with the link, or when Python ends.
         self.close = weakref.finalize(self, self._writer.stop)
@@ -99,6 +102,23 @@ class StoreLink:
             write_block(self.queue.allocator, block, self._page)
         return list(blocks)
 
+    def load_state(self, names: Sequence[bytes], tokens: Sequence[bytes], state: memoryview) -> int:
+        """Read the last of these states that the store has and that passes its sum; return its place, or -1."""
+        with self._lock:
+            end = len(names) if self._writer.num_valid([STATE]) else 0
+            while end:
+                found = self.store.find_last(names[:end], tokens[:end])
+                if found is None:
+                    break
+                if self.store.read(found[1], state):
+                    return found[0]
+                end = found[0]
+        return -1
+
+    def offer_states(self) -> bool:
+        """Queue the kept states of all checkpoints; False when the queue is full."""
+        return all(each.offer_states() for each in list(self.checkpoints))
+
     def wake(self) -> None:
         """Let the thread write what is in the queue."""
         self._writer.wake()
@@ -107,10 +127,23 @@ class StoreLink:
         """Wait until all pages of the queue are written; return whether they are, within `timeout` seconds."""
         return self._writer.wait(timeout)
 
-    def forget(self, names: Iterable[bytes] | None) -> None:
-        """Hide the entries of `names` (None: all) from look-ups. The thread deletes them from the store."""
+    @contextmanager
+    def forgetting(self, names: Sequence[bytes] | None) -> Iterator[None]:
+        """Delete the entries of `names` (None: all) and of all states, while the `with` block forgets the blocks.
+
+        Look-ups do not see them from the beginning on. The thread deletes them after the block: until then another
+        thread can put one of the pages into the queue.
+        """
+        if names is not None and not names:
+            yield
+            return
         with self._lock:  # a look-up that has found one of them ends first
-            self._writer.forget(names)
+            forgotten = self._writer.hide(names)
+        try:
+            yield
+        finally:
+            self.states.clear()
+            self._writer.forget(forgotten)
 
 
 def _allocate(cache: Any, refs: BlockRefs, n: int) -> list[int]:
@@ -125,17 +158,29 @@ def _allocate(cache: Any, refs: BlockRefs, n: int) -> list[int]:
     return blocks
 
 
+class _Forgotten:
+    """Names to delete from the store (None: all), and all states.
+
+    `after` is the number of pages that must be written before, because a page in the queue may have one of the names.
+    None: the cache has not forgotten the blocks yet.
+    """
+
+    __slots__ = ("after", "names")
+
+    def __init__(self, names: frozenset[bytes] | None) -> None:
+        self.names = names
+        self.after: int | None = None
+
+
 class _Writer(Thread):
     """The thread that writes the pages of a queue, and deletes what was forgotten."""
 
-    def __init__(self, store: PrefixStore, queue: PageQueue) -> None:
+    def __init__(self, store: PrefixStore, queue: PageQueue, states: StateQueue) -> None:
         super().__init__(name="pagepool-store", daemon=True)
-        self._store, self._queue = store, queue
+        self._store, self._queue, self._states = store, queue, states
         self._changed = Condition()  # guards the fields below
         self._is_stopping = self._is_woken = self._has_ended = False
-        # Names to delete (None: all), each with the number of pages that must be written before: a page in the queue
-        # may have one of the names.
-        self._forgotten: deque[tuple[int, frozenset[bytes] | None]] = deque()
+        self._forgotten: deque[_Forgotten] = deque()
 
     def run(self) -> None:
         """Write until `stop`."""
@@ -158,18 +203,19 @@ class _Writer(Thread):
                 self._changed.notify_all()
                 forgotten = self._forgotten[0] if self._forgotten else None
             most = BATCH
-            if forgotten is not None:
-                most = min(BATCH, forgotten[0] - (queue.num_added - len(queue)))
-            if forgotten is not None and most <= 0:
-                self._store.forget(forgotten[1])
-                with self._changed:
-                    self._forgotten.popleft()
-                continue
-            pages = queue.peek(most)
-            self._store.write(pages)
-            written = len(pages)
-            del pages
-            queue.pop(written)
+            if forgotten is not None and forgotten.after is not None:
+                most = min(BATCH, forgotten.after - (queue.num_added - len(queue)))
+                if most <= 0:
+                    self._store.forget(forgotten.names)
+                    with self._changed:
+                        self._forgotten.popleft()
+                    continue
+            pages, states = queue.peek(most), self._states.peek()
+            self._store.write([*pages, *states])
+            written = len(pages) + len(states)
+            queue.pop(len(pages))
+            self._states.pop(states)
+            del pages, states
             if not written:
                 return
 
@@ -186,20 +232,27 @@ class _Writer(Thread):
             return self._changed.wait_for(self._is_done, timeout) and not self._has_ended
 
     def _is_done(self) -> bool:
-        return self._has_ended or not (len(self._queue) or self._forgotten)
+        return self._has_ended or not (len(self._queue) or len(self._states) or self._forgotten)
 
-    def forget(self, names: Iterable[bytes] | None) -> None:
-        """See `StoreLink.forget`."""
+    def hide(self, names: Iterable[bytes] | None) -> _Forgotten:
+        """Hide entries from look-ups. They are deleted after `forget`."""
+        forgotten = _Forgotten(None if names is None else frozenset(names))
         with self._changed:
-            self._forgotten.append((self._queue.num_added, None if names is None else frozenset(names)))
+            self._forgotten.append(forgotten)
+        return forgotten
+
+    def forget(self, forgotten: _Forgotten) -> None:
+        """Let the thread delete hidden entries, after the pages that are in the queue now."""
+        with self._changed:
+            forgotten.after = self._queue.num_added
         self.wake()
 
     def num_valid(self, names: Sequence[bytes]) -> int:
-        """How many of the first names are not to be deleted."""
+        """How many of the first names are not to be deleted. `STATE` stands for all states."""
         with self._changed:
-            forgotten = [gone for _, gone in self._forgotten]
+            forgotten = [each.names for each in self._forgotten]
         for count, name in enumerate(names if forgotten else ()):
-            if any(gone is None or name in gone for gone in forgotten):
+            if name == STATE or any(gone is None or name in gone for gone in forgotten):
                 return count
         return len(names)
 

@@ -21,8 +21,10 @@ from pagepool import Engine, SamplingParams  # noqa: E402
 from pagepool.cli.model_options import model_directory  # noqa: E402
 from pagepool.integrations.transformers.pretrained import load_pretrained  # noqa: E402
 from pagepool.integrations.transformers.storing import digest_of_weights  # noqa: E402
+from pagepool.prefix.session import load_session, save_session  # noqa: E402
 
 STORE_BYTES = 64 << 20
+RECURRENT = ["Mamba2", "Bamba", "Qwen3Next", "Jamba", "FalconH1", "Zamba2", "Lfm2"]
 PARAMS = SamplingParams(16)
 
 
@@ -33,7 +35,7 @@ def answers(engine):
     return [generation.token_ids for generation in found], [generation.num_cached for generation in found]
 
 
-@pytest.mark.parametrize("family", each(["Llama", "Gemma3", "DeepseekV3", "Gemma4"]))
+@pytest.mark.parametrize("family", each(["Llama", "Gemma3", "DeepseekV3", "Gemma4", *RECURRENT]))
 def test_an_engine_with_the_store_of_another_one_generates_the_same_tokens(family, tmp_path):
     with Engine(tiny_model(family)) as engine:
         wanted, _ = answers(engine)
@@ -60,10 +62,22 @@ def test_pages_of_another_dtype_are_not_used(tmp_path):
             assert answers(engine)[1] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("family", ["Mamba2", "Bamba"])
-def test_a_model_with_recurrent_states_is_refused(family, tmp_path):
-    with pytest.raises(ValueError, match=f"{family}.*recurrent states"):
-        Engine(tiny_model(family), store=tmp_path, store_bytes=STORE_BYTES)
+@pytest.mark.parametrize("family", each(["Gemma3", "Gemma4", *RECURRENT]))
+def test_a_session_has_the_pages_of_every_group_and_the_state(family, tmp_path):
+    prompt, more = prompts((130, 40))
+    with Engine(tiny_model(family)) as engine:
+        tokens = [*prompt, *engine.submit(prompt, PARAMS).result(SECONDS).token_ids]
+        options = {"num_groups": len(engine.runner.groups or (0,)), "checkpoints": engine.runner.checkpoints}
+        fingerprint = engine.runner.fingerprint("a")
+        saved = save_session(tmp_path / "session", engine.prefix_cache, fingerprint, tokens, **options)
+    with Engine(tiny_model(family), prefix_cache=False) as engine:
+        wanted = engine.submit([*tokens, *more], PARAMS).result(SECONDS).token_ids
+    with Engine(tiny_model(family)) as engine:
+        options["checkpoints"] = engine.runner.checkpoints
+        session = load_session(tmp_path / "session", engine.prefix_cache, engine.runner.fingerprint("a"), **options)
+        generation = engine.submit([*session.tokens.tolist(), *more], PARAMS).result(SECONDS)
+        engine.check()
+    assert saved == session.num_cached == generation.num_cached >= 128 and generation.token_ids == wanted
 
 
 def test_arguments_that_cannot_be_get_one_sentence(tmp_path, capsys):

@@ -50,6 +50,8 @@ class ModelMemory:
         The groups of layers. Each has a block table. None if the model has at most one group, without a window.
     states : SsmStatePool or None
         The recurrent states.
+    state_layout : StateLayout or None
+        The layout of the recurrent states of a sequence.
     """
 
     def __init__(
@@ -64,9 +66,9 @@ class ModelMemory:
         self.groups = None if [group.window for group in groups] in ([], [None]) else groups
         self.states: SsmStatePool | None = None
         self.views: list[dict[str, torch.Tensor]] = []
-        self._state_layout = StateLayout(layers=layout.states) if layout.has_states else None
-        if self._state_layout is not None:
-            self.states = SsmStatePool.from_layout(self._state_layout, max_sequences)
+        self.state_layout = StateLayout(layers=layout.states) if layout.has_states else None
+        if self.state_layout is not None:
+            self.states = SsmStatePool.from_layout(self.state_layout, max_sequences)
             self.views = [
                 {name: torch.from_dlpack(self.states.view(layer, name)) for name in names}
                 for layer, names in enumerate(layout.states)
@@ -91,13 +93,13 @@ class ModelMemory:
 
     def new_checkpoints(self) -> StateCheckpoints | None:
         """Return state checkpoints for a prefix cache: as many as slots, but at least 8. None without states."""
-        if self.states is None or self._state_layout is None:
+        if self.states is None or self.state_layout is None:
             return None
         size = self._block_size
-        state_bytes = StateCheckpoints(self._state_layout, self.states, 0).state_bytes
+        state_bytes = StateCheckpoints(self.state_layout, self.states, 0).state_bytes
         budget = max(self.states.capacity, LEAST_CHECKPOINTS) * (state_bytes + TOKEN_BYTES * GRID)
         return StateCheckpoints(
-            self._state_layout, self.states, budget, grid=GRID, spacing=size, align=size, prompt_ends=True
+            self.state_layout, self.states, budget, grid=GRID, spacing=size, align=size, prompt_ends=True
         )
 
     def fill(self, sequences: Sequence[Any], counts: Sequence[int]) -> list[Tables]:

@@ -216,7 +216,7 @@ class ModelRunner:
         Raises
         ------
         ValueError
-            The model has recurrent states, which a store does not keep; or as `PrefixStore`.
+            As `PrefixStore`.
         OSError
             As `PrefixStore`.
         """
@@ -229,17 +229,11 @@ class ModelRunner:
         ----------
         weights
             A digest of the weights, such as `weights_digest` returns. None: every weight is read.
-
-        Raises
-        ------
-        ValueError
-            The model has recurrent states, which stores and sessions do not keep.
         """
-        if self.states is not None or not self.pools:
-            name = type(self.model).__name__
-            raise ValueError(f"{name} has recurrent states, and stores and sessions keep keys and values only")
-        packed = self._paged_forward.hooks.packed
-        return model_fingerprint(self.model, self._memory.all_pools, self.block_size, weights, packed)
+        memory, packed = self._memory, self._paged_forward.hooks.packed
+        return model_fingerprint(
+            self.model, memory.all_pools, self.block_size, weights, packed=packed, states=memory.state_layout
+        )
 
     def new_prefix_cache(self, max_events: int = 0, store: PrefixStore | None = None) -> PrefixCache:
         """Return a new `PrefixCache` over the pool.

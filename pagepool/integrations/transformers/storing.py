@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pagepool.config import StateLayout
 from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
@@ -24,6 +25,7 @@ def model_fingerprint(
     block_size: int,
     weights: str | None = None,
     packed: PackedLinears | None = None,
+    states: StateLayout | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a model's pages.
 
@@ -42,14 +44,17 @@ def model_fingerprint(
         Digest of the weights. None: `digest_of_weights`, which takes about 1 s per GB.
     packed : PackedLinears or None
         Packed linear layers of the model, which may have dropped their weights.
+    states : StateLayout or None
+        The recurrent states of a sequence, for a model that has some.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_PAGES}
     return fingerprint_of(
         pools,
         digest_of_weights(model, packed) if weights is None else weights,
         block_size=block_size,
+        states=states,
         model=type(model).__name__,
-        config=json.loads(json.dumps(config, default=str)),
+        config=json.loads(json.dumps(config, default=str), parse_constant=str),  # a limit may be infinite
         dtype=str(model.dtype),
         arithmetic="exact",
     )
