@@ -39,6 +39,12 @@ static inline void pp_sum_chunk(const unsigned char *key, const unsigned char *c
     memcpy(sums + sizeof first, &second, sizeof second);
 }
 
+/* Bytes of the sums of a page. */
+static inline int64_t pp_page_sums_bytes(int64_t bytes)
+{
+    return (bytes + PP_SUM_CHUNK - 1) / PP_SUM_CHUNK * PP_SUM_BYTES;
+}
+
 /* Computes the sums of all chunks, PP_SUM_BYTES for each.  The last chunk is padded with zeros.  The caller also hashes
  * `bytes`, so that the number of zeros at the end changes the result. */
 static inline void pp_page_sums(const unsigned char *key, const unsigned char *page, size_t bytes, unsigned char *sums)

@@ -76,15 +76,36 @@ pp_status pp_regions_read_block(const pp_regions *regions, pp_lock *lock, int32_
 
 pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes,
                                  int64_t num_bytes) {
+    return pp_regions_write_part(regions, lock, block, 0, bytes, num_bytes, num_bytes);
+}
+
+pp_status pp_regions_write_part(const pp_regions *regions, pp_lock *lock, int32_t block, int64_t at,
+                                const unsigned char *bytes, int64_t size, int64_t num_bytes) {
     pp_read_begin(lock);
     const pp_status status = block_bytes_of(regions) == num_bytes ? PP_OK : PP_INVALID_ARGUMENT;
-    for (int32_t i = 0; i < regions->count && status == PP_OK; i++) {
-        const int64_t size = regions->pools[i]->layout.block_bytes;
-        memcpy(regions->pools[i]->base + block * size, bytes, (size_t)size);
-        bytes += size;
+    for (int32_t i = 0; i < regions->count && size && status == PP_OK; i++) {
+        const int64_t page = regions->pools[i]->layout.block_bytes;
+        if (at < page) {
+            const int64_t count = page - at < size ? page - at : size;
+            memcpy(regions->pools[i]->base + block * page + at, bytes, (size_t)count);
+            bytes += count;
+            size -= count;
+            at += count;
+        }
+        at -= page;
     }
     pp_read_end(lock);
     return status;
+}
+
+unsigned char *pp_regions_part(const pp_regions *regions, int32_t block, int64_t at, int64_t size, int64_t num_bytes) {
+    if (block_bytes_of(regions) != num_bytes) return NULL;
+    for (int32_t i = 0; i < regions->count; i++) {
+        const int64_t page = regions->pools[i]->layout.block_bytes;
+        if (at < page) return at + size <= page ? regions->pools[i]->base + block * page + at : NULL;
+        at -= page;
+    }
+    return NULL;
 }
 
 void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n) {

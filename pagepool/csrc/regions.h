@@ -36,6 +36,15 @@ pp_status pp_regions_read_block(const pp_regions *regions, pp_lock *lock, int32_
 pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes,
                                  int64_t num_bytes);
 
+/* Copies `size` bytes to the pages of `block`, from byte `at` of all pages together on, with at + size <= num_bytes.  The
+ * rest is as for pp_regions_write_block. */
+pp_status pp_regions_write_part(const pp_regions *regions, pp_lock *lock, int32_t block, int64_t at,
+                                const unsigned char *bytes, int64_t size, int64_t num_bytes);
+
+/* The address of `size` bytes of the pages of `block`, from byte `at` of all pools together on.  NULL if they lie in
+ * two pools, or if the pages do not have `num_bytes` together.  The caller must have begun to read. */
+unsigned char *pp_regions_part(const pp_regions *regions, int32_t block, int64_t at, int64_t size, int64_t num_bytes);
+
 /* Fills the pages of all `blocks` with reference count 0 with bits that are NaN in every float dtype, in every attached
  * pool.  The caller must hold the lock. */
 void pp_regions_fill_freed(const pp_regions *regions, const int32_t *ref_counts, const int32_t *blocks, ptrdiff_t n);

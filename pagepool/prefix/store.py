@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -12,7 +13,9 @@ from contextlib import suppress
 from hashlib import blake2b, shake_256
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pagepool._arguments import integer
 from pagepool.errors import refuse_copy
@@ -20,7 +23,10 @@ from pagepool.prefix.events import name_row
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.keys import root_name
 from pagepool.prefix.store_index import Entry, Row, StoreIndex, slots_of
-from pagepool.prefix.stored_pages import SUM_KEY_BYTES, page_sums
+from pagepool.prefix.stored_pages import SUM_KEY_BYTES, load_pages, page_sums
+
+if TYPE_CHECKING:
+    from pagepool.memory.allocator import BlockAllocator
 
 __all__ = ["PageSum", "PrefixStore"]
 
@@ -33,6 +39,7 @@ ALIGNMENT = 4096
 RESERVED = 8 << 20  # bytes of a store without pages: the empty index, its log and the small files
 LEAST_SLOTS = 4
 EVICTED_AT_ONCE = 64
+MOST_NOTES = 64  # uses that wait for the next batch
 NO_PAGES = 16_384  # bytes of a slot if blocks have no pages, for recurrent states
 STATES = b"recurrent "  # begins the key of names of states; a `root_key` begins with another letter
 FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "pages")
@@ -48,12 +55,16 @@ class PageSum:
 
     def __init__(self, fingerprint: Fingerprint, seed: bytes) -> None:
         self._key = blake2b(fingerprint.digest + seed).digest()
-        self._words = shake_256(self._key).digest(SUM_KEY_BYTES)
+        self.words = shake_256(self._key).digest(SUM_KEY_BYTES)
 
     def of(self, name: bytes, page: Any) -> bytes:
         """Return the 16 bytes of a page."""
-        head = len(name).to_bytes(8, "little") + name + memoryview(page).nbytes.to_bytes(8, "little")
-        return blake2b(head + page_sums(self._words, page), key=self._key, digest_size=SUM_BYTES).digest()
+        return self.of_sums(name, memoryview(page).nbytes, page_sums(self.words, page))
+
+    def of_sums(self, name: bytes, num_bytes: int, sums: bytes) -> bytes:
+        """Return the 16 bytes of a page of `num_bytes` with these sums of its chunks, under the key `words`."""
+        head = len(name).to_bytes(8, "little") + name + num_bytes.to_bytes(8, "little")
+        return blake2b(head + sums, key=self._key, digest_size=SUM_BYTES).digest()
 
 
 class PrefixStore:
@@ -247,7 +258,7 @@ class PrefixStore:
                 self._fail("the index cannot be read", error)
                 return None
             if found is not None:
-                self._used.add(found[1].name)
+                self._note_use(found[1].name)
             return found
 
     def find(self, names: Sequence[bytes], tokens: Sequence[bytes]) -> list[Entry]:
@@ -261,25 +272,74 @@ class PrefixStore:
                 self._fail("the index cannot be read", error)
                 return []
             if found:
-                self._used.add(found[-1].name)
+                self._note_use(found[-1].name)
             return found
+
+    def _note_use(self, name: bytes) -> None:
+        if self._writer is not None:  # a reader never writes it down
+            self._used.add(name)
+
+    def load(self, entries: Sequence[Entry], allocator: BlockAllocator, blocks: Sequence[int]) -> int:
+        """Read the pages of `entries` into `blocks`; return how many of the first are the pages that were written.
+
+        The caller holds the only reference to each block. Blocks behind the returned number have any content.
+        """
+        size, offsets = self.fingerprint.page_bytes, []
+        for entry in entries:
+            slots = self._slots(entry, size)
+            if slots is None:
+                break
+            offsets.append(slots[0] * self.slot_bytes)
+        places, count = np.array(offsets, np.int64), 0
+        ids = np.array(blocks[: len(offsets)], np.int32)
+        loaded = load_pages(allocator, self._pages, places, ids, self._sum.words, size)
+        for entry, sums in zip(entries, loaded, strict=False):
+            if isinstance(sums, int) or self._sum.of_sums(entry.name, size, sums) != entry.sum:
+                break
+            count += 1
+        for number in loaded[count : count + 1]:
+            if isinstance(number, int) and number != errno.EINVAL:
+                self._note_read(OSError(number, os.strerror(number)))
+        with self._look_up:
+            self._counts["found"] += count
+        if count < len(entries):
+            self._refuse(entries[count])
+        return count
 
     def read(self, entry: Entry, page: memoryview) -> bool:
         """Read the page of an entry into `page`; return whether it is the page that was written."""
         if not self._read_slots(entry, page) or self._sum.of(entry.name, page) != entry.sum:
-            with self._look_up:
-                self._refused[entry.name] = entry.sum
-                self._counts["refused"] += 1
+            self._refuse(entry)
             return False
         with self._look_up:
             self._counts["found"] += 1
         return True
 
-    def _read_slots(self, entry: Entry, page: memoryview) -> bool:
+    @property
+    def has_notes(self) -> bool:
+        """Whether `write` should be called soon: a page has failed its sum, or many entries were used."""
+        return bool(self._refused) or len(self._used) >= MOST_NOTES
+
+    def _refuse(self, entry: Entry) -> None:
+        with self._look_up:
+            if self._writer is not None:
+                self._refused[entry.name] = entry.sum
+            self._counts["refused"] += 1
+
+    def _note_read(self, error: OSError) -> None:
+        with self._look_up:
+            self._fail("a page cannot be read", error)
+
+    def _slots(self, entry: Entry, num_bytes: int) -> array[int] | None:
+        """Return the slots of an entry, or None when it cannot be the entry of a page of this size."""
         slots = array("I", entry.slots)
-        if entry.length != page.nbytes or len(slots) != self._num_slots_of(page.nbytes):
-            return False
-        if max(slots, default=0) * self.slot_bytes >= 1 << 62:
+        if entry.length != num_bytes or len(slots) != self._num_slots_of(num_bytes):
+            return None
+        return None if max(slots) * self.slot_bytes >= 1 << 62 else slots
+
+    def _read_slots(self, entry: Entry, page: memoryview) -> bool:
+        slots = self._slots(entry, page.nbytes)
+        if slots is None:
             return False
         try:
             for place, slot in enumerate(slots):
@@ -287,8 +347,7 @@ class PrefixStore:
                 if os.preadv(self._pages, [piece], slot * self.slot_bytes) != piece.nbytes:
                     return False
         except OSError as error:
-            with self._look_up:
-                self._fail("a page cannot be read", error)
+            self._note_read(error)
             return False
         return True
 

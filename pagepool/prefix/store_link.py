@@ -15,8 +15,8 @@ from pagepool.errors import PoolExhausted
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.prefix.keys import root_key
 from pagepool.prefix.store import PrefixStore
-from pagepool.prefix.store_index import STATE, Entry
-from pagepool.prefix.stored_pages import PageQueue, write_block
+from pagepool.prefix.store_index import STATE
+from pagepool.prefix.stored_pages import PageQueue
 from pagepool.prefix.stored_states import StateQueue
 
 __all__ = ["QUEUE_BYTES", "StoreLink"]
@@ -50,7 +50,6 @@ class StoreLink:
             )
         self.store, self.queue, self.states = store, queue, StateQueue()
         self.checkpoints: WeakSet[Any] = WeakSet()  # each `StateCheckpoints` that keeps states for this cache
-        self._page = memoryview(bytearray(queue.page_bytes))
         self._lock = Lock()
         self._writer = _Writer(store, queue, self.states)
         self._writer.start()
@@ -74,7 +73,8 @@ class StoreLink:
         finally:
             fresh.give_back()
             held.give_back()
-            self._writer.wake()
+            if len(self.queue) or self.store.has_notes:  # other uses wait for the next batch
+                self._writer.wake()
 
     def _promote(
         self, cache: Any, row: Any, keys: dict[str, Any], known: int, held: BlockRefs, fresh: BlockRefs
@@ -89,18 +89,11 @@ class StoreLink:
         before = cache.match_held(held, row[: known * size], **keys, is_use=False).tolist()
         if len(before) < known:  # another thread has evicted one meanwhile
             return
-        blocks = self._load(found, _allocate(cache, fresh, len(found)))
+        blocks = _allocate(cache, fresh, len(found))
+        blocks = blocks[: self.store.load(found[: len(blocks)], cache.allocator, blocks)]
         if blocks:
             cache.cache_blocks(row[: (known + len(blocks)) * size], [*before, *blocks], **keys, start=known)
             self.queue.mark(blocks)
-
-    def _load(self, found: Sequence[Entry], blocks: Sequence[int]) -> list[int]:
-        """Read pages into blocks, up to the first page that fails its sum; return the blocks."""
-        for count, (entry, block) in enumerate(zip(found, blocks, strict=False)):
-            if not self.store.read(entry, self._page):
-                return list(blocks[:count])
-            write_block(self.queue.allocator, block, self._page)
-        return list(blocks)
 
     def load_state(self, names: Sequence[bytes], tokens: Sequence[bytes], state: memoryview) -> int:
         """Read the last of these states that the store has and that passes its sum; return its place, or -1."""

@@ -1,14 +1,25 @@
 from collections.abc import Iterable
 from typing import Any, SupportsIndex, final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pagepool.memory.allocator import BlockAllocator
 
-__all__ = ["SUM_KEY_BYTES", "PageQueue", "block_bytes", "page_sums", "read_block", "write_block"]
+__all__ = ["SUM_KEY_BYTES", "PageQueue", "block_bytes", "load_pages", "page_sums", "read_block", "write_block"]
 
 SUM_KEY_BYTES: int
 
 def page_sums(key: bytes, data: Any) -> bytes: ...
 def block_bytes(allocator: BlockAllocator) -> int: ...
+def load_pages(
+    allocator: BlockAllocator,
+    file: int,
+    offsets: NDArray[np.int64],
+    blocks: NDArray[np.int32],
+    key: bytes,
+    num_bytes: int,
+) -> list[bytes | int]: ...
 def read_block(allocator: BlockAllocator, block: SupportsIndex, bytes_of_block: Any) -> None: ...
 def write_block(allocator: BlockAllocator, block: SupportsIndex, bytes_of_block: Any) -> None: ...
 

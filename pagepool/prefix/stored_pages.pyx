@@ -12,10 +12,12 @@ from pagepool.memory.allocator cimport BlockAllocator, pp_regions
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.radix_tree cimport NodeTable
 
+import numpy as np
+
 from pagepool._arguments import integer
 from pagepool.errors import InvalidBlock, PoolError
 
-__all__ = ["PageQueue", "SUM_KEY_BYTES", "block_bytes", "page_sums", "read_block", "write_block"]
+__all__ = ["PageQueue", "SUM_KEY_BYTES", "block_bytes", "load_pages", "page_sums", "read_block", "write_block"]
 
 
 cdef extern from "regions.h" nogil:
@@ -26,11 +28,30 @@ cdef extern from "regions.h" nogil:
         const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes, int64_t num_bytes)
 
 
+cdef extern from "page_file.h" nogil:
+    ctypedef struct pp_page_loads:
+        const pp_regions *regions
+        pp_lock *lock
+        int file
+        int64_t num_bytes
+        const int64_t *offsets
+        const int32_t *blocks
+        const unsigned char *key
+        unsigned char *sums
+        int32_t *errors
+    void pp_load_pages(const pp_page_loads *loads, int64_t n, int num_threads)
+
+
+cdef extern from "pagepool/threads.h" nogil:
+    int pp_default_num_threads()
+
+
 cdef extern from "page_sum.h" nogil:
     enum:
         PP_SUM_CHUNK
         PP_SUM_KEY_BYTES
         PP_SUM_BYTES
+    int64_t pp_page_sums_bytes(int64_t bytes)
     void pp_page_sums(const unsigned char *key, const unsigned char *page, size_t bytes, unsigned char *sums)
 
 
@@ -64,7 +85,7 @@ def page_sums(bytes key not None, data):
     words = <const unsigned char *>PyBytes_AS_STRING(key)
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
-        sums = PyBytes_FromStringAndSize(NULL, (view.len + PP_SUM_CHUNK - 1) // PP_SUM_CHUNK * PP_SUM_BYTES)
+        sums = PyBytes_FromStringAndSize(NULL, pp_page_sums_bytes(view.len))
         found = <unsigned char *>PyBytes_AS_STRING(sums)
         with nogil:
             pp_page_sums(words, <const unsigned char *>view.buf, <size_t>view.len, found)
@@ -98,6 +119,60 @@ def write_block(BlockAllocator allocator not None, block, bytes_of_block):
     The caller holds the only reference to the block. Releases the GIL. Raises as `read_block`.
     """
     move_block(allocator, block, bytes_of_block, PyBUF_SIMPLE)
+
+
+def load_pages(BlockAllocator allocator not None, int file, offsets, blocks, bytes key not None, int64_t num_bytes):
+    """Read pages from a file into blocks, on several threads.
+
+    Parameters
+    ----------
+    allocator : BlockAllocator
+        The allocator of the blocks.
+    file : int
+        A file descriptor.
+    offsets : int64 array (n,)
+        The offset of each page in the file.
+    blocks : int32 array (n,)
+        The destination of each page. The caller holds the only reference to each.
+    key : bytes
+        The key of the sums, `SUM_KEY_BYTES`.
+    num_bytes : int
+        Bytes of a page: `block_bytes` of the allocator.
+
+    Returns
+    -------
+    list of bytes or int
+        For each page its sums as from `page_sums`, or the errno of a failed read: EIO when the file is too short.
+
+    Raises
+    ------
+    InvalidBlock
+        A block is free or out of range. Nothing has changed.
+    """
+    cdef const int64_t[::1] places = offsets
+    cdef const int32_t[::1] ids = blocks
+    cdef int64_t i, n = ids.shape[0], size = pp_page_sums_bytes(num_bytes)
+    cdef pp_page_loads loads
+    if places.shape[0] != n:
+        raise ValueError(f"offsets must have one number for each of {n} blocks, not {places.shape[0]}")
+    if len(key) != PP_SUM_KEY_BYTES:
+        raise ValueError(f"key must have {PP_SUM_KEY_BYTES} bytes, not {len(key)}")
+    if not n:
+        return []
+    for i in range(n):
+        if not 0 <= ids[i] < allocator.max_capacity or allocator.c_ref_count(ids[i]) < 1:
+            raise InvalidBlock(f"block {ids[i]} is free: no page can be read into it")
+    cdef unsigned char[::1] sums = bytearray(max(1, n * size))
+    cdef int32_t[::1] errors = np.zeros(n, np.int32)
+    loads = pp_page_loads(
+        allocator.regions, &allocator.lock, file, num_bytes, &places[0], &ids[0],
+        <const unsigned char *>PyBytes_AS_STRING(key), &sums[0], &errors[0]
+    )
+    with nogil:
+        pp_load_pages(&loads, n, pp_default_num_threads())
+    return [
+        errors[i] if errors[i] else PyBytes_FromStringAndSize(<const char *>&sums[0] + i * size, size) for i in range(n)
+    ]
 
 
 cdef int move_block(BlockAllocator allocator, block, bytes_of_block, int flags) except -1:

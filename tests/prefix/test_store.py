@@ -141,6 +141,22 @@ def test_one_process_writes_and_others_read(tmp_path):
     reader.stop()
 
 
+def test_notes_of_uses_do_not_grow_without_bound(tmp_path):
+    world = World(tmp_path, num_blocks=512, max_bytes=12 << 20)
+    for start in range(0, 2000, 8):
+        world.run(range(start, start + 8))
+    assert world.cache.flush()
+    reader = World(tmp_path, max_bytes=12 << 20)
+    world.cache.evict(512)
+    for each in (reader, world):
+        for start in range(0, 2000, 8):
+            assert each.run(range(start, start + 8)) == 2
+    world.cache.link.wait()
+    assert not reader.store._used and len(world.store._used) < 64
+    reader.stop()
+    world.stop()
+
+
 def test_a_child_of_fork_finds_and_writes_nothing(tmp_path):
     world = World(tmp_path)
     world.run(range(20))
@@ -221,10 +237,17 @@ def test_a_disk_that_fails_costs_one_line_and_no_request(tmp_path, monkeypatch, 
     is_broken = False
     world.run(range(500, 520))
     assert world.cache.flush() and world.store.stats()["written"] == 5
-    monkeypatch.setattr("pagepool.prefix.store.os.preadv", broken)
     world.cache.evict(16)
-    is_broken = True
-    assert world.run(range(500, 520)) == 0
+    caplog.clear()
+    fails = os.open(world.store.folder / "pages", os.O_WRONLY)  # every read fails
+    os.dup2(fails, world.store._pages)
+    os.close(fails)
+    for _ in range(3):
+        assert world.run(range(500, 520)) == 0
+        world.cache.evict(16)
+    assert len(caplog.records) == 1 and os.strerror(errno.EBADF) in caplog.text
+    world.cache.check()
+    world.allocator.check(others=0)
     world.stop()
 
 
