@@ -25,8 +25,8 @@ static int read_piece(int file, unsigned char *piece, int64_t size, int64_t offs
     return 0;
 }
 
-/* Reads one piece, which begins at byte `at` of the page, and writes its sums.  A piece that lies in two pools is copied
- * there from `between`. */
+/* Reads one piece, which begins at byte `at` of the page, and writes its sums.  A piece that lies in two pools is read
+ * into `between` and copied. */
 static int load_piece(const pp_page_loads *loads, int64_t i, int64_t at, int64_t size, unsigned char *between) {
     const int32_t block = loads->blocks[i];
     unsigned char *sums = loads->sums + i * pp_page_sums_bytes(loads->num_bytes) + at / PP_SUM_CHUNK * PP_SUM_BYTES;

@@ -36,8 +36,8 @@ pp_status pp_regions_read_block(const pp_regions *regions, pp_lock *lock, int32_
 pp_status pp_regions_write_block(const pp_regions *regions, pp_lock *lock, int32_t block, const unsigned char *bytes,
                                  int64_t num_bytes);
 
-/* Copies `size` bytes to the pages of `block`, from byte `at` of all pages together on, with at + size <= num_bytes.  The
- * rest is as for pp_regions_write_block. */
+/* Copies `size` bytes to the pages of `block`, from byte `at` of all pools together on: at + size <= num_bytes.
+ * Otherwise as pp_regions_write_block. */
 pp_status pp_regions_write_part(const pp_regions *regions, pp_lock *lock, int32_t block, int64_t at,
                                 const unsigned char *bytes, int64_t size, int64_t num_bytes);
 

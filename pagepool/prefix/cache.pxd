@@ -2,7 +2,6 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
-from pagepool.memory.arrays cimport IdArray
 from pagepool.memory.block_refs cimport BlockRefs
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
@@ -30,7 +29,8 @@ cdef class PrefixCache:
 
     # The names of the cached blocks among `blocks`.
     cdef list names_of(self, list blocks)
-    cdef int64_t discard_all(self, IdArray *ids)
+    # A context in which blocks are forgotten. `names()` returns the names of the blocks, or None for all.
+    cdef object forgetting(self, names)
     cdef bint offer_all(self)
     cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1
     cdef int c_reserve_path(self, int64_t n) except -1

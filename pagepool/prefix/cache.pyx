@@ -16,6 +16,7 @@ from pagepool.prefix.eviction cimport CachedBlocks
 from pagepool.prefix.radix_tree cimport Node, NodeTable, pause_collector, resume_collector
 from pagepool.prefix.stored_pages cimport PageQueue
 
+from contextlib import nullcontext
 from time import monotonic
 
 import numpy as np
@@ -426,23 +427,17 @@ cdef class PrefixCache:
         (1, array([0], dtype=int32))
         """
         cdef IdArray ids
-        read_ids(blocks, &ids)
-        try:
-            if self.link is None:
-                return self.discard_all(&ids)
-            names = self.atomically(lambda: self.names_of(list_ids(ids.ids, ids.count)))
-            with self.link.forgetting(names):
-                return self.discard_all(&ids)
-        finally:
-            release_ids(&ids)
-
-    cdef int64_t discard_all(self, IdArray *ids):
         cdef int64_t count = 0, i
-        with cython.critical_section(self):
+        read_ids(blocks, &ids)
+        with self.forgetting(lambda: self.names_of(list_ids(ids.ids, ids.count))), cython.critical_section(self):
             for i in range(ids.count):
                 if self.is_block(ids.ids[i]):
                     count += self.cached.c_discard(ids.ids[i])
+        release_ids(&ids)
         return count
+
+    cdef object forgetting(self, names):
+        return nullcontext() if self.link is None else self.link.forgetting(self.atomically(names))
 
     cdef list names_of(self, list blocks):
         cdef int32_t block
@@ -450,13 +445,12 @@ cdef class PrefixCache:
         return [self.cached.tree.name_of(node) for node in nodes if node >= 0]
 
     def flush(self, timeout=None):
-        """Write every cached block and every kept recurrent state to the store, and wait for it.
+        """Write every cached block and kept state to the store, and wait until it has them, at most `timeout` seconds.
 
-        Call it before a restart. Waits at most `timeout` seconds. False when time has run out, and without a store."""
-        cdef bint all_offered = False
+        Call it before a restart. False when time has run out, and without a store."""
         if self.link is None:
             return False
-        end = None if timeout is None else monotonic() + timeout
+        all_offered, end = False, None if timeout is None else monotonic() + timeout
         while not all_offered:
             all_offered = self.atomically(lambda: self.offer_all()) and self.link.offer_states()
             if not self.link.wait(None if end is None else max(0.0, end - monotonic())):
@@ -527,10 +521,7 @@ cdef class PrefixCache:
         Running sequences of a `Scheduler` do not cache their blocks again. The next allocated block is the lowest free
         id. O(n log n).
         """
-        if self.link is None:
-            self.atomically(lambda: self.cached.reset())
-            return
-        with self.link.forgetting(None):
+        with self.forgetting(lambda: None):
             self.atomically(lambda: self.cached.reset())
 
     @property

@@ -88,7 +88,7 @@ def save_session(
     num_groups : int
         Number of groups of layers with a block table of their own. A `Scheduler` caches the blocks of each group.
     checkpoints : StateCheckpoints or None
-        The recurrent states of the cache. The longest kept state within the pages is written, too.
+        The recurrent states of the cache. The file also gets the longest kept state within its pages.
 
     Returns
     -------
@@ -281,7 +281,7 @@ def _names(row: NDArray[np.int32], fingerprint: Fingerprint, seed: bytes) -> lis
 
 
 def _group_name(name: bytes, group: int) -> bytes:
-    """What the checksum of a page is bound to. Pages of two groups differ, so that they cannot be swapped."""
+    """Return the name of a page for its checksum. Pages of two groups have two names, so they cannot be swapped."""
     return name + group.to_bytes(4, "little")
 
 

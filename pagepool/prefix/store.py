@@ -39,6 +39,7 @@ ALIGNMENT = 4096
 RESERVED = 8 << 20  # bytes of a store without pages: the empty index, its log and the small files
 LEAST_SLOTS = 4
 EVICTED_AT_ONCE = 64
+CANNOT_READ, CANNOT_WRITE = "a page cannot be read", "pages cannot be written"
 MOST_NOTES = 64  # uses that wait for the next batch
 NO_PAGES = 16_384  # bytes of a slot if blocks have no pages, for recurrent states
 STATES = b"recurrent "  # begins the key of names of states; a `root_key` begins with another letter
@@ -140,7 +141,7 @@ class PrefixStore:
         self._look_up = Lock()  # guards the reading connection, and the next two fields
         self._used: set[bytes] = set()  # names found since the last batch
         self._refused: dict[bytes, bytes] = {}  # entries with pages that failed their sums: name to recorded sum
-        self._fault: str | None = None
+        self._faults: set[str] = set()  # logged, and not seen to be over
         self._counts = dict.fromkeys(("found", "written", "refused", "evicted", "failed"), 0)
         self._writer: StoreIndex | None = None
         self._reader: StoreIndex | None = None
@@ -302,6 +303,8 @@ class PrefixStore:
                 self._note_read(OSError(number, os.strerror(number)))
         with self._look_up:
             self._counts["found"] += count
+            if count:
+                self._faults.discard(CANNOT_READ)
         if count < len(entries):
             self._refuse(entries[count])
         return count
@@ -328,7 +331,7 @@ class PrefixStore:
 
     def _note_read(self, error: OSError) -> None:
         with self._look_up:
-            self._fail("a page cannot be read", error)
+            self._fail(CANNOT_READ, error)
 
     def _slots(self, entry: Entry, num_bytes: int) -> array[int] | None:
         """Return the slots of an entry, or None when it cannot be the entry of a page of this size."""
@@ -395,7 +398,7 @@ class PrefixStore:
             index.commit()
             self._counts["written"] += len(rows)
             if rows:
-                self._fault = None
+                self._faults.discard(CANNOT_WRITE)
         self._tick += 1
 
     def _write_pages(self, index: StoreIndex, pages: list[tuple[bytes, bytes, bytes, Any]]) -> list[Row]:
@@ -442,7 +445,7 @@ class PrefixStore:
         """Drop a batch that failed. Slots that it wrote over fail their sums."""
         assert self._writer is not None
         self._counts["failed"] += 1
-        self._fail("pages cannot be written", error)
+        self._fail(CANNOT_WRITE, error)
         try:
             self._writer.rollback()
             self._writer.begin()
@@ -545,7 +548,7 @@ class PrefixStore:
         logger.warning("the prefix store %s: %s (%s)", self.folder, what, error)
 
     def _fail(self, what: str, error: Exception) -> None:
-        """Log a fault, once until a batch has been written."""
-        if self._fault != what:
-            self._fault = what
+        """Log a fault, once until the same operation succeeds."""
+        if what not in self._faults:
+            self._faults.add(what)
             self._note(what, error)

@@ -96,7 +96,7 @@ class StoreLink:
             self.queue.mark(blocks)
 
     def load_state(self, names: Sequence[bytes], tokens: Sequence[bytes], state: memoryview) -> int:
-        """Read the last of these states that the store has and that passes its sum; return its place, or -1."""
+        """Read the last of these states that the store has, with a right sum; return its place, or -1."""
         with self._lock:
             end = len(names) if self._writer.num_valid([STATE]) else 0
             while end:
