@@ -7,7 +7,9 @@ from typing import Any
 
 from pagepool._arguments import wrong
 
-__all__ = ["listed", "root_key", "root_name"]
+__all__ = ["STATE", "listed", "root_key", "root_name"]
+
+STATE = b"state"  # the parent of a recurrent state in a store; names of pages are longer
 
 
 def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-__all__ = ["STATE", "Entry", "Row", "StoreIndex", "slots_of"]
+from pagepool.prefix.keys import STATE
+
+__all__ = ["Entry", "Row", "StoreIndex", "slots_of"]
 
 BUSY_SECONDS = 5.0
 WAL_PAGES = 128  # length of the log, in pages of 4 KiB, at which SQLite copies it into the database
 WAL_BYTES = 1 << 20  # the log grows while another process reads; above this size, nothing is written
 AT_ONCE = 256  # names per query
-STATE = b"state"  # the parent of an entry with a recurrent state; names of pages are longer
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;

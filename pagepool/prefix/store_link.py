@@ -13,9 +13,8 @@ from weakref import WeakSet
 
 from pagepool.errors import PoolExhausted
 from pagepool.memory.block_refs import BlockRefs
-from pagepool.prefix.keys import root_key
+from pagepool.prefix.keys import STATE, root_key
 from pagepool.prefix.store import PrefixStore
-from pagepool.prefix.store_index import STATE
 from pagepool.prefix.stored_pages import PageQueue
 from pagepool.prefix.stored_states import StateQueue
 

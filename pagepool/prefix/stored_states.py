@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from pagepool.prefix.store_index import STATE
+from pagepool.prefix.keys import STATE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
