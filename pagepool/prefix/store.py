@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import sqlite3
+import stat
 from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -43,6 +44,16 @@ CANNOT_READ, CANNOT_WRITE = "a page cannot be read", "pages cannot be written"
 MOST_NOTES = 64  # uses that wait for the next batch
 NO_PAGES = 16_384  # bytes of a slot if blocks have no pages, for recurrent states
 STATES = b"recurrent "  # begins the key of names of states; a `root_key` begins with another letter
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+# Messages of SQLite that do not say that a file is damaged.
+DISK_MESSAGES = (
+    "database is locked",
+    "database table is locked",
+    "disk I/O error",
+    "database or disk is full",
+    "unable to open database file",
+    "out of memory",
+)
 FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "pages")
 
 
@@ -95,7 +106,7 @@ class PrefixStore:
     ValueError
         If `max_bytes` has no room for four pages, and four recurrent states of a model that has some.
     OSError
-        If the directory cannot be made.
+        If the directory cannot be made, belongs to another user, or can be written by other users.
 
     Examples
     --------
@@ -136,6 +147,7 @@ class PrefixStore:
             raise ValueError(f"max_bytes must be at least {least}, for {kept}, not {self.max_bytes}")
         self.folder = Path(path) / fingerprint.digest.hex()
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_own(self.folder)
         self._pid = os.getpid()
         self._change = Lock()  # guards the rows and the free slots; taken before `_look_up`
         self._look_up = Lock()  # guards the reading connection, and the next two fields
@@ -163,35 +175,39 @@ class PrefixStore:
 
     def _open(self) -> None:
         """Open the files. A writer replaces files that are damaged or have another fingerprint by empty ones."""
-        index, pages = self.folder / FILES[0], self.folder / FILES[-1]
         self._free: list[int] = []
+        self.seed = bytes(SEED_BYTES)
+        try:
+            self.seed = self._open_files(self.folder / FILES[0])
+        except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
+            if self.is_writer and not _is_of_disk(error):
+                raise
+            self._note("it finds nothing", error)
+            self._close_index()
+            self.is_writer = False
+        self._sum = PageSum(self.fingerprint, self.seed)
+
+    def _open_files(self, index: Path) -> bytes:
+        """Open the files; return the seed of the sums."""
         if self.is_writer:
-            (self.folder / "FINGERPRINT").write_text(self.fingerprint.text + "\n", encoding="utf-8")
+            _write_once(self.folder / "FINGERPRINT", self.fingerprint.text + "\n")
             try:
                 self._open_writer(index)
             except (sqlite3.Error, ValueError, OverflowError) as error:
+                if _is_of_disk(error):
+                    raise
                 self._note("its index is begun anew", error)
                 self._close_index()
                 for name in FILES:
                     (self.folder / name).unlink(missing_ok=True)
                 self._open_writer(index)
-        try:
-            flags = os.O_RDWR | os.O_CREAT if self.is_writer else os.O_RDONLY
-            self._pages = os.open(pages, flags | os.O_CLOEXEC, 0o600)
-            self._reader = StoreIndex(index, is_writer=False)
-            seed = self._checked_seed(self._reader.meta())
-        except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
-            if self.is_writer:
-                raise
-            self._note("it finds nothing", error)
-            seed = bytes(SEED_BYTES)
-            self._close_index()
-        else:
-            size = self.num_slots * self.slot_bytes
-            if self.is_writer and os.fstat(self._pages).st_size > size:
-                os.ftruncate(self._pages, size)
-        self.seed = seed
-        self._sum = PageSum(self.fingerprint, seed)
+        flags = os.O_RDWR | os.O_CREAT if self.is_writer else os.O_RDONLY
+        self._pages = os.open(self.folder / FILES[-1], flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._reader = StoreIndex(index, is_writer=False)
+        size = self.num_slots * self.slot_bytes
+        if self.is_writer and os.fstat(self._pages).st_size > size:
+            os.ftruncate(self._pages, size)
+        return self._checked_seed(self._reader.meta())
 
     def _open_writer(self, path: Path) -> None:
         path.touch(0o600)
@@ -239,6 +255,11 @@ class PrefixStore:
         self._free = [slot for slot in range(self.num_slots - 1, -1, -1) if not taken[slot]]
         return len(wrong)
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether a parent process opened the store. Another thread of the parent may hold its locks for ever."""
+        return os.getpid() != self._pid
+
     def names(self, tokens: Any, key: bytes) -> list[bytes]:
         """Return the names of the full blocks of a prompt under a `root_key`, in this store."""
         row = name_row(tokens, self.fingerprint.block_size, root_name(key, self.seed))
@@ -250,8 +271,10 @@ class PrefixStore:
 
     def find_last(self, names: Sequence[bytes], tokens: Sequence[bytes]) -> tuple[int, Entry] | None:
         """Return place and entry of the last of `names` that has an entry of equal tokens, or None."""
+        if self.is_inherited:
+            return None
         with self._look_up:
-            if self._reader is None or os.getpid() != self._pid:
+            if self._reader is None:
                 return None
             try:
                 found = self._reader.find_last(names, tokens)
@@ -264,8 +287,10 @@ class PrefixStore:
 
     def find(self, names: Sequence[bytes], tokens: Sequence[bytes]) -> list[Entry]:
         """Return the entries of `names`, up to the first name without an entry of equal tokens."""
+        if self.is_inherited:
+            return []
         with self._look_up:
-            if self._reader is None or os.getpid() != self._pid:
+            if self._reader is None:
                 return []
             try:
                 found = self._reader.find(names, tokens)
@@ -363,8 +388,10 @@ class PrefixStore:
             The page is any buffer. The parent of a recurrent state is `STATE`. Names that the store has are only marked
             as used.
         """
+        if self.is_inherited:
+            return
         with self._change:
-            if self._writer is None or os.getpid() != self._pid:
+            if self._writer is None:
                 return
             try:
                 self._write(self._writer, list(pages))
@@ -465,9 +492,11 @@ class PrefixStore:
 
         Waits until the disk has noted it. A state may depend on each of the pages.
         """
+        if self.is_inherited:
+            return
         with self._change:
             index = self._writer
-            if index is None or os.getpid() != self._pid:
+            if index is None:
                 return
             try:
                 index.begin()
@@ -489,8 +518,10 @@ class PrefixStore:
 
         Needed only for that: a page that the disk does not have is computed again. Does nothing in a reader.
         """
+        if self.is_inherited:
+            return
         with self._change:
-            if self._writer is None or os.getpid() != self._pid:
+            if self._writer is None:
                 return
             try:
                 os.fdatasync(self._pages)
@@ -518,9 +549,10 @@ class PrefixStore:
 
     def close(self) -> None:
         """Close the files. The store finds and writes nothing more. May be called again."""
+        if self.is_inherited:
+            return  # closing the index would remove the parent's locks
         with self._change, self._look_up:
-            if os.getpid() == self._pid:
-                self._close_index()
+            self._close_index()
             for name in ("_pages", "_lock"):
                 descriptor = getattr(self, name)
                 setattr(self, name, -1)
@@ -552,3 +584,26 @@ class PrefixStore:
         if what not in self._faults:
             self._faults.add(what)
             self._note(what, error)
+
+
+def _require_own(folder: Path) -> None:
+    """Raise `PermissionError` if another user can change the files of a directory."""
+    status = os.stat(folder, follow_symlinks=False)
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{folder} belongs to user {status.st_uid}, and a store must belong to {os.geteuid()}")
+    if not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o022:
+        mode = stat.filemode(status.st_mode)
+        raise PermissionError(f"{folder} must be a directory that only its owner can write to, its mode is {mode}")
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Write a file unless it has this text already."""
+    with suppress(FileNotFoundError, UnicodeDecodeError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    path.write_text(text, encoding="utf-8")
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Whether the disk is full or fails, or the database is locked: the files may be right."""
+    return error.errno in DISK_ERRORS if isinstance(error, OSError) else str(error) in DISK_MESSAGES

@@ -61,6 +61,9 @@ class StoreLink:
 
         Evicts blocks that only the cache holds. The blocks of `row` stay cached until the end of the `with` block.
         """
+        if self.store.is_inherited:
+            yield
+            return
         keys = {"cache_salt": cache_salt, "extra_keys": extra_keys}
         held, fresh = BlockRefs(cache.allocator), BlockRefs(cache.allocator)
         try:
@@ -96,6 +99,8 @@ class StoreLink:
 
     def load_state(self, names: Sequence[bytes], tokens: Sequence[bytes], state: memoryview) -> int:
         """Read the last of these states that the store has, with a right sum; return its place, or -1."""
+        if self.store.is_inherited:
+            return -1
         with self._lock:
             end = len(names) if self._writer.num_valid([STATE]) else 0
             while end:
@@ -126,7 +131,7 @@ class StoreLink:
         Look-ups do not see them from the beginning on. The thread deletes them after the block: until then another
         thread can put one of the pages into the queue.
         """
-        if names is not None and not names:
+        if self.store.is_inherited or (names is not None and not names):
             yield
             return
         with self._lock:  # a look-up that has found one of them ends first
@@ -213,12 +218,16 @@ class _Writer(Thread):
 
     def wake(self) -> None:
         """Let the thread look at the queue."""
+        if self._store.is_inherited:
+            return
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
 
     def wait(self, timeout: float | None) -> bool:
         """Wait until all pages are written and all deletions are done; False when time runs out or the thread ends."""
+        if self._store.is_inherited:
+            return False
         self.wake()
         with self._changed:
             return self._changed.wait_for(self._is_done, timeout) and not self._has_ended
@@ -250,6 +259,8 @@ class _Writer(Thread):
 
     def stop(self) -> None:
         """End the thread after its batch."""
+        if self._store.is_inherited:
+            return
         with self._changed:
             self._is_stopping = True
             self._changed.notify_all()

@@ -4,10 +4,12 @@ import errno
 import logging
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -172,6 +174,88 @@ def test_a_child_of_fork_finds_and_writes_nothing(tmp_path):
     world.cache.evict(16)
     assert world.run(range(20)) == 5
     world.stop()
+
+
+def test_a_child_of_fork_waits_for_no_lock_that_a_thread_of_its_parent_held(tmp_path):
+    world = World(tmp_path)
+    world.run(range(20))
+    assert world.cache.flush()
+    link, store = world.cache.link, world.store
+    with link._lock, link._writer._changed, store._change, store._look_up:
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            world.run(range(40, 60))
+            world.cache.discard(world.cache.references()[:1])
+            is_right = not world.cache.flush() and world.run(range(8)) in (0, 1, 2)
+            world.store.close()
+            link.close()
+            os._exit(not is_right)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    world = world.restart(tmp_path)
+    assert world.run(range(20)) == 5
+    world.stop()
+
+
+def test_a_directory_that_others_can_change_is_refused(tmp_path):
+    World(tmp_path).stop()
+    (folder,) = tmp_path.iterdir()
+    folder.chmod(0o770)
+    with refuses(PermissionError, str(folder), "drwxrwx---"):
+        World(tmp_path)
+    folder.chmod(0o700)
+    if os.geteuid() == 0:
+        os.chown(folder, 12345, -1)
+        with refuses(PermissionError, "12345", "0"):
+            World(tmp_path)
+        os.chown(folder, 0, -1)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with refuses(PermissionError, str(folder)):
+        World(tmp_path)
+
+
+def test_a_locked_index_is_kept(tmp_path, monkeypatch, caplog):
+    """Another process may hold the database for longer than SQLite waits. The files of the store are right."""
+    monkeypatch.setattr("pagepool.prefix.store_index.BUSY_SECONDS", 0.01)
+    world = World(tmp_path)
+    world.run(range(20))
+    world = world.restart(tmp_path)
+    world.stop()
+    with closing(sqlite3.connect(world.store.folder / "index.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with caplog.at_level(logging.WARNING, "pagepool"):
+            world = World(tmp_path)
+            assert not world.store.is_writer and world.run(range(20)) == 0
+            world.stop()
+        other.execute("ROLLBACK")
+    assert "locked" in caplog.text and len(caplog.records) == 1
+    world = World(tmp_path)
+    assert world.store.is_writer and world.run(range(20)) == 5
+    world.stop()
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "pages", "FINGERPRINT", "lock"])
+@pytest.mark.parametrize("kind", ["garbage", "empty", "directory"])
+def test_files_of_another_kind_give_an_exception_or_right_pages(tmp_path, name, kind):
+    world = World(tmp_path)
+    world.run(range(20))
+    assert world.cache.flush()
+    world.stop()
+    path = world.store.folder / name
+    path.unlink()
+    if kind == "directory":
+        path.mkdir()
+    else:
+        path.write_bytes(b"SQLite format 3\0" * 4096 if kind == "garbage" else b"")
+    try:
+        world = World(tmp_path)
+    except OSError:
+        assert kind == "directory"
+    else:
+        world.run(range(20))
+        world.run(range(20))
+        world.stop()
 
 
 def test_discarded_blocks_are_not_found_again(tmp_path):
