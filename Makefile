@@ -26,8 +26,8 @@ model-test: build $(VENV)/.test  ## a long random program on the memory, compare
 	PYTHONPATH=. $(PY) tests/model_run.py --ops $(or $(OPS),10000000) $(if $(SEED),--seed $(SEED))
 preemption-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS=1000000; SEED=N repeats a run
 	PYTHONPATH=. $(PY) tests/scheduling/preemption_run.py --steps $(or $(STEPS),1000000) $(if $(SEED),--seed $(SEED))
-store-test: build $(VENV)/.test  ## 4,000 power losses of the prefix store, and every byte of its index damaged
-	PAGEPOOL_STORE_TRIALS=4000 $(PY) -m pytest -q tests/prefix/test_store_damage.py
+store-test: build $(VENV)/.test  ## 4,000 power losses of the prefix store, every byte of its index, a kill at every write
+	PAGEPOOL_STORE_TRIALS=4000 $(PY) -m pytest -q tests/prefix/test_store_damage.py tests/prefix/test_store_failing_disk.py
 bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
 	$(PY) bench/figures.py
 	$(PY) bench/limit.py --shape S1

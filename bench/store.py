@@ -118,8 +118,12 @@ class Server:
         connection = http.client.HTTPConnection(self.url.hostname, self.url.port, timeout=PATIENCE)
         body = {"model": "model", "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "logprobs": 1}
         began, first, choices = time.perf_counter(), None, []
-        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}))
-        for line in connection.getresponse():
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RuntimeError(response.read().decode())
+        for line in response:
             if line.startswith(b"data: {"):
                 choices.append(json.loads(line[6:])["choices"][0]["logprobs"])
                 first = first or time.perf_counter() - began

@@ -268,8 +268,7 @@ cdef class PrefixCache:
                         for i in range(num_found):
                             cached.c_touch(self.path[i])
                         if cached.queue is not None:
-                            for i in range(num_full):
-                                cached.queue.c_offer(self.path[i])
+                            cached.queue.c_found(self.path, num_full)
                 if is_use:
                     self.looked_up += n
                     self.hits += num_full

@@ -379,7 +379,7 @@ class PrefixStore:
             return False
         return True
 
-    def write(self, pages: Iterable[tuple[bytes, bytes, bytes, Any]]) -> None:
+    def write(self, pages: Iterable[tuple[bytes, bytes, bytes, Any]], used: Iterable[bytes] = ()) -> None:
         """Write pages that the store does not have, and note what was found since the last call. Does not raise.
 
         Parameters
@@ -387,6 +387,8 @@ class PrefixStore:
         pages : iterable of (name, parent, tokens, page)
             The page is any buffer. The parent of a recurrent state is `STATE`. Names that the store has are only marked
             as used.
+        used : iterable of bytes
+            Names of other entries that were used. They and the prefixes before them are dropped later.
         """
         if self.is_inherited:
             return
@@ -394,15 +396,15 @@ class PrefixStore:
             if self._writer is None:
                 return
             try:
-                self._write(self._writer, list(pages))
+                self._write(self._writer, list(pages), set(used))
             except (sqlite3.Error, OSError, OverflowError) as error:
                 self._undo(error)
 
-    def _write(self, index: StoreIndex, pages: list[tuple[bytes, bytes, bytes, Any]]) -> None:
+    def _write(self, index: StoreIndex, pages: list[tuple[bytes, bytes, bytes, Any]], in_memory: set[bytes]) -> None:
         with self._look_up:
             used, refused = self._used, self._refused
             self._used, self._refused = set(), {}
-        if not (pages or used or refused):
+        if not (pages or used or refused or in_memory):
             return
         if refused and index.has_room():  # first: their pages may be among the new ones
             index.begin()
@@ -413,10 +415,13 @@ class PrefixStore:
         known = index.known(list(fresh))
         # A prefix counts as used when a page behind it is written, so it is not dropped before that page.
         used |= known | {page[1] for name, page in fresh.items() if name not in known}
-        for name in used - (fresh.keys() - known):
+        used -= fresh.keys() - known
+        # Prefixes in memory are used often: they are marked once in a while, to write less.
+        earlier = self._tick - min(MOST_NOTES, self.num_slots // 256)
+        for name in used | in_memory:
             if index.has_room():
                 index.begin()
-                index.touch(name, self._tick)
+                index.touch(name, self._tick, self._tick if name in used else earlier)
                 index.commit()
         if index.has_room():
             index.begin()

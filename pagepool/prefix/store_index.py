@@ -27,7 +27,7 @@ CREATE TABLE entries (
 CREATE INDEX by_use ON entries (used, id DESC);
 """
 ANCESTORS = """
-UPDATE entries SET used = :tick WHERE name IN (
+UPDATE entries SET used = :tick WHERE used < :before AND name IN (
     WITH RECURSIVE up (name) AS (
         VALUES (:name) UNION SELECT entries.parent FROM entries JOIN up ON entries.name = up.name LIMIT 8192)
     SELECT name FROM up)
@@ -192,9 +192,9 @@ class StoreIndex:
             rows,
         )
 
-    def touch(self, name: bytes, tick: int) -> None:
-        """Mark an entry and the entries of all prefixes before it as used."""
-        self._db.execute(ANCESTORS, {"name": name, "tick": tick})
+    def touch(self, name: bytes, tick: int, before: int) -> None:
+        """Mark an entry and the entries of all prefixes before it as used, if they were last used before a tick."""
+        self._db.execute(ANCESTORS, {"name": name, "tick": tick, "before": before})
 
     def delete(self, ids: Iterable[int]) -> None:
         """Delete entries by number."""

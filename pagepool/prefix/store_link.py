@@ -75,7 +75,7 @@ class StoreLink:
         finally:
             fresh.give_back()
             held.give_back()
-            if len(self.queue) or self.store.has_notes:  # other uses wait for the next batch
+            if len(self.queue) or self.queue.has_found or self.store.has_notes:  # other uses wait for the next batch
                 self._writer.wake()
 
     def _promote(
@@ -208,7 +208,7 @@ class _Writer(Thread):
                         self._forgotten.popleft()
                     continue
             pages, states = queue.peek(most), self._states.peek()
-            self._store.write([*pages, *states])
+            self._store.write([*pages, *states], queue.take_found())
             written = len(pages) + len(states)
             queue.pop(len(pages))
             self._states.pop(states)

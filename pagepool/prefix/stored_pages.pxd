@@ -25,7 +25,12 @@ cdef class PageQueue:
     cdef uint8_t *offered
     cdef uint64_t first  # atomic
     cdef uint64_t next  # atomic
+    cdef uint64_t recent[2 * 64]  # names of the last blocks of found prefixes: number s is at s % 64; its words are atomic
+    cdef uint64_t num_found  # atomic
+    cdef uint64_t num_taken
     cdef readonly long long dropped  # number of pages that did not fit the queue, or had a closed pool
 
     # Copies the page of a node's block, unless it was offered before. False when the queue is full. O(page_bytes).
     cdef bint c_offer(self, int32_t node) noexcept
+    # Offers the n blocks of a prefix that was found, n > 0 nodes, and notes the use of the prefix.
+    cdef void c_found(self, const int32_t *path, int64_t n) noexcept

@@ -65,6 +65,8 @@ cdef extern from *:
 
 
 SUM_KEY_BYTES = PP_SUM_KEY_BYTES
+cdef enum:
+    RECENT = 64
 
 
 def page_sums(bytes key not None, data):
@@ -272,6 +274,33 @@ cdef class PageQueue:
         self.offered[block] = True
         pp_number_store(&self.next, self.next + 1)
         return True
+
+    cdef void c_found(self, const int32_t *path, int64_t n) noexcept:
+        cdef uint64_t place = 2 * (self.num_found % RECENT)
+        cdef int64_t i
+        for i in range(n):
+            self.c_offer(path[i])
+        if n > 0:
+            pp_number_store(&self.recent[place], self.tree.names[2 * path[n - 1]])
+            pp_number_store(&self.recent[place + 1], self.tree.names[2 * path[n - 1] + 1])
+            pp_number_store(&self.num_found, self.num_found + 1)
+
+    @property
+    def has_found(self):
+        """Whether as many prefixes were found as are remembered."""
+        return pp_number_load(&self.num_found) - pp_number_load(&self.num_taken) >= RECENT
+
+    def take_found(self):
+        """Return the names of the last blocks of prefixes that were found since the last call, the last 64 at most."""
+        cdef uint64_t end = pp_number_load(&self.num_found), number
+        cdef uint64_t name[2]
+        names = set()
+        for number in range(max(self.num_taken, end - min(end, <uint64_t>RECENT)), end):
+            name[0] = pp_number_load(&self.recent[2 * (number % RECENT)])
+            name[1] = pp_number_load(&self.recent[2 * (number % RECENT) + 1])  # of another name: it is of no entry
+            names.add(PyBytes_FromStringAndSize(<const char *>name, 16))
+        pp_number_store(&self.num_taken, end)
+        return names
 
     def mark(self, blocks):
         """Note that these cached blocks are in the store, so that they are not offered again."""

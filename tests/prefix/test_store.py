@@ -131,6 +131,21 @@ def test_the_prompt_that_was_used_longest_ago_is_dropped_first(tmp_path):
     world.stop()
 
 
+def test_a_prompt_that_is_found_in_memory_again_and_again_stays_in_the_store(tmp_path):
+    max_bytes = LEAST - (1 << 20) + (64 << 10)  # 14 slots
+    world = World(tmp_path, num_blocks=64, max_bytes=max_bytes)
+    world.run(range(20))
+    for start in range(1000, 3000, 100):
+        world.run(range(20))
+        for _ in range(2):
+            world.run(range(start, start + 12))
+        assert world.cache.flush()
+    assert world.run(range(20)) == 5 and world.store.stats()["evicted"] > 20
+    world = world.restart(tmp_path, num_blocks=64, max_bytes=max_bytes)
+    assert world.run(range(20)) == 5
+    world.stop()
+
+
 def test_one_process_writes_and_others_read(tmp_path):
     world = World(tmp_path)
     reader = World(tmp_path)

@@ -32,7 +32,7 @@ def disk(tmp_path_factory):
             "PYTHONPATH": str(Path(pagepool.__file__).parents[1]),
             "OPENBLAS_NUM_THREADS": "1",
         }
-        command = [sys.executable, HERE / "run_failing_disk.py", folder, str(1 << 30 if WHOLE else sample), str(error)]
+        command = [sys.executable, HERE / "run_failing_disk.py", folder, str(sample), str(error)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout)
@@ -41,7 +41,7 @@ def disk(tmp_path_factory):
 
 
 def test_a_kill_at_any_change_of_a_file_leaves_no_wrong_page(tmp_path, disk):
-    counts = disk(tmp_path, 40, 0)
+    counts = disk(tmp_path, 1 << 30 if WHOLE else 40, 0)
     print(counts)
     assert counts["killed"] == counts["places"] >= 40 and counts["found"] > 20 * counts["places"]
 
@@ -49,6 +49,6 @@ def test_a_kill_at_any_change_of_a_file_leaves_no_wrong_page(tmp_path, disk):
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_from_any_change_on_costs_no_request(tmp_path, disk, error):
     """Also when it fails while the store is opened. There is a line for each kind of fault."""
-    counts = disk(tmp_path, 24, error)
+    counts = disk(tmp_path, 100 if WHOLE else 24, error)
     print(counts)
     assert len(counts["lines"]) == counts["places"] and max(counts["lines"]) <= 2 and sum(counts["lines"]) > 15
