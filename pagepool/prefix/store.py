@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from hashlib import blake2b, shake_256
+from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -150,9 +151,11 @@ class PrefixStore:
         _require_own(self.folder)
         self._pid = os.getpid()
         self._change = Lock()  # guards the rows and the free slots; taken before `_look_up`
-        self._look_up = Lock()  # guards the reading connection, and the next two fields
+        self._look_up = Lock()  # guards the reading connection, and the next four fields
         self._used: set[bytes] = set()  # names found since the last batch
         self._refused: dict[bytes, bytes] = {}  # entries with pages that failed their sums: name to recorded sum
+        self._hidden: set[bytes] = set()  # names that were forgotten without write access
+        self._hides_states = False
         self._faults: set[str] = set()  # logged, and not seen to be over
         self._counts = dict.fromkeys(("found", "written", "refused", "evicted", "failed"), 0)
         self._writer: StoreIndex | None = None
@@ -276,6 +279,8 @@ class PrefixStore:
         with self._look_up:
             if self._reader is None:
                 return None
+            if self._hides_states:
+                return None
             try:
                 found = self._reader.find_last(names, tokens)
             except (sqlite3.Error, OverflowError) as error:
@@ -292,8 +297,10 @@ class PrefixStore:
         with self._look_up:
             if self._reader is None:
                 return []
+            if self._hidden:
+                names = list(takewhile(lambda name: name not in self._hidden, names))
             try:
-                found = self._reader.find(names, tokens)
+                found = self._reader.find(names, tokens[: len(names)])
             except (sqlite3.Error, OverflowError) as error:
                 self._fail("the index cannot be read", error)
                 return []
@@ -484,24 +491,51 @@ class PrefixStore:
             self._load_slots()
             self._writer.commit()
         except (sqlite3.Error, OverflowError) as second:
-            self._fail("the index is damaged: nothing more is written", second)
+            if isinstance(second, sqlite3.DatabaseError) and not isinstance(second, sqlite3.OperationalError):
+                self._abandon("the index is damaged: it is removed", second)
+            else:
+                self._fail("nothing more is written", second)
+                self._close_writer()
+
+    def _hide(self, names: Iterable[bytes] | None) -> None:
+        """Find these entries (None: all) and states no more in this process."""
+        with self._look_up:
+            self._hides_states = True
+            if names is not None:
+                self._hidden.update(names)
+            elif self._reader is not None:
+                with suppress(sqlite3.Error):
+                    self._reader.close()
+                self._reader = None
+
+    def _abandon(self, what: str, error: Exception) -> None:
+        """Write nothing more, and remove the index, so that the next process begins with an empty store."""
+        self._fail(what, error)
+        self._close_writer()
+        for name in FILES[:3]:
+            with suppress(OSError):
+                (self.folder / name).unlink(missing_ok=True)
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
             with suppress(sqlite3.Error):
                 self._writer.rollback()
-            self._writer.close()
+            with suppress(sqlite3.Error):
+                self._writer.close()
             self._writer = None
-            if isinstance(second, sqlite3.DatabaseError) and not isinstance(second, sqlite3.OperationalError):
-                (self.folder / FILES[0]).unlink(missing_ok=True)
 
     def forget(self, names: Iterable[bytes] | None) -> None:
         """Delete the entries of `names` and of all states, or all entries for None. Does not raise.
 
-        Waits until the disk has noted it. A state may depend on each of the pages.
+        Waits until the disk has noted it. A state may depend on each of the pages. Without write access, this process
+        finds the entries no more. If the disk cannot note it, the index is removed.
         """
         if self.is_inherited:
             return
         with self._change:
             index = self._writer
             if index is None:
+                self._hide(names)
                 return
             try:
                 index.begin()
@@ -516,7 +550,8 @@ class PrefixStore:
                 index.commit()
                 index.sync()
             except (sqlite3.Error, OSError, OverflowError) as error:
-                self._undo(error)
+                self._hide(None)
+                self._abandon("pages cannot be deleted: the index is removed", error)
 
     def flush(self) -> None:
         """Wait until the disk has every page and entry that was written: they survive a power loss from then on.

@@ -292,6 +292,52 @@ def test_discarded_blocks_are_not_found_again(tmp_path):
     world.stop()
 
 
+def test_a_reader_finds_what_it_has_discarded_no_more(tmp_path):
+    world = World(tmp_path)
+    world.run(range(20))
+    world.run(range(50, 58))
+    assert world.cache.flush()
+    reader = World(tmp_path)
+    assert reader.run(range(20)) == 5
+    blocks = reader.cache.match_prefix(range(20)).tolist()
+    reader.allocator.free(blocks)
+    reader.cache.discard(blocks[2:3])
+    assert reader.cache.link.wait()
+    reader.cache.evict(16)
+    assert reader.run(range(12)) == 2 and reader.run(range(50, 58)) == 2
+    reader.cache.reset_prefix_cache()
+    assert reader.cache.link.wait() and reader.run(range(50, 58)) == 0
+    assert world.run(range(20)) == 5
+    reader.stop()
+    world.stop()
+
+
+@pytest.mark.parametrize("way", ["discard", "reset"])
+def test_blocks_that_are_discarded_while_the_disk_is_full_are_not_found_again(tmp_path, monkeypatch, caplog, way):
+    world = World(tmp_path)
+    world.run(range(20))
+    assert world.cache.flush()
+
+    def full(*args):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("pagepool.prefix.store_index.StoreIndex.commit", full)
+    with caplog.at_level(logging.WARNING, "pagepool"):
+        if way == "discard":
+            world.cache.discard(world.cache.references())
+        else:
+            world.cache.reset_prefix_cache()
+        assert world.cache.link.wait()
+    monkeypatch.undo()
+    assert len(caplog.records) == 1 and world.run(range(20)) == 0
+    world.stop()
+    world = World(tmp_path)
+    assert world.run(range(20)) == 0
+    world = world.restart(tmp_path)
+    assert world.run(range(20)) == 5
+    world.stop()
+
+
 def test_many_threads_find_right_pages(tmp_path):
     world = World(tmp_path, num_blocks=48)
 
