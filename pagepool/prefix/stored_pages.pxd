@@ -25,7 +25,7 @@ cdef class PageQueue:
     cdef uint8_t *offered
     cdef uint64_t first  # atomic
     cdef uint64_t next  # atomic
-    cdef uint64_t recent[2 * 64]  # names of the last blocks of found prefixes: number s is at s % 64; its words are atomic
+    cdef uint64_t recent[2 * 64]  # names of the last blocks of found prefixes, number s at s % 64; each word is atomic
     cdef uint64_t num_found  # atomic
     cdef uint64_t num_taken
     cdef readonly long long dropped  # number of pages that did not fit the queue, or had a closed pool
