@@ -18,8 +18,11 @@ from pagepool.memory.arrays cimport IdArray
 cdef extern from *:
     """
     typedef struct pp_regions pp_regions;
+    typedef struct pp_shared pp_shared;
     """
     ctypedef struct pp_regions:
+        pass
+    ctypedef struct pp_shared:
         pass
 
 
@@ -89,6 +92,36 @@ cdef struct Audit:
     int32_t right
 
 
+# Marks each listed block with a count of -1, which shows a block that is listed twice; removes the marks again.
+cdef inline Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, int32_t capacity,
+                               int32_t *counts) noexcept nogil:
+    cdef Audit audit = Audit(NULL, 0, 0)
+    cdef int32_t i, block, marked = 0, used = 0
+    if not 0 <= num_freed <= taken <= capacity:
+        return Audit(b"0 <= num_freed <= taken <= capacity", num_freed, taken)
+    for i in range(num_freed):
+        block = freed[i]
+        if not 0 <= block < taken:
+            audit = Audit(b"a listed block is below taken", block, taken)
+            break
+        if counts[block] != 0:
+            audit = Audit(b"a listed block has count 0, or -1 if it is listed twice", block, counts[block])
+            break
+        counts[block] = -1
+        marked += 1
+    for i in range(marked):
+        counts[freed[i]] = 0
+    if audit.equation != NULL:
+        return audit
+    for i in range(taken):
+        if counts[i] < 0:
+            return Audit(b"ref_count >= 0", i, counts[i])
+        used += counts[i] > 0
+    if used + num_freed != taken:
+        return Audit(b"free + in_use == capacity", capacity - taken + num_freed, used)
+    return audit
+
+
 cdef inline Audit audit_words(const uint64_t *words, const int32_t *counts, int32_t taken) noexcept nogil:
     cdef int32_t b
     for b in range(taken):
@@ -121,6 +154,11 @@ cdef class BlockAllocator:
     cdef CachedCounts *cached  # of all prefix caches, with the lock held
     cdef uint64_t *words  # of each block, see BlockGenerations; NULL unless they are kept
     cdef object word_buffer  # owns them
+    # Of a shared pool, else NULL and None. Then the words of the file say which blocks are free. The private lists of
+    # free blocks stay empty, so that only calls that find them empty look here: num_freed = 0, taken = max_capacity.
+    # ref_counts are the references of this process.
+    cdef pp_shared *shared
+    cdef object shared_pages
     cdef bint checked  # fill pages of freed blocks with NaN: set by a pool in checked mode, see KvCachePool
     cdef Link head  # of the list of sequences
     cdef Py_ssize_t num_sequences
@@ -150,13 +188,19 @@ cdef class BlockAllocator:
             taken = self.taken
             self.taken += 1
         else:
-            return PP_EXHAUSTED
+            return self.c_take_shared(1, block)
         self.c_counts[taken] = 1
         if self.words != NULL:
             pp_word_taken(&self.words[taken])
         block[0] = taken
         return PP_OK
 
+    # With the lock held: takes n blocks of a shared pool. PP_EXHAUSTED if the pool is private.
+    cdef pp_status c_take_shared(self, int32_t n, int32_t *blocks) noexcept nogil
+    # With the lock held: gives the blocks in the list of free blocks back to the shared pool.
+    cdef void c_drop_shared(self) noexcept nogil
+    # The ids are those of a shared pool from now on. For an allocator that has handed out no block yet.
+    cdef int join(self, object pages) except -1
     # With the lock held: raises the capacity, if the maximum allows, so that n fresh ids can be taken.
     cdef bint c_extend(self, int32_t n) noexcept nogil
     # The number of ids now.
@@ -195,7 +239,10 @@ cdef class BlockAllocator:
             self.c_freed[self.num_freed] = block
             self.num_freed += 1
             if self.words != NULL:
-                pp_word_freed(&self.words[block])
+                if self.shared != NULL:
+                    self.c_drop_shared()
+                else:
+                    pp_word_freed(&self.words[block])
             if self.checked:
                 self.c_fill_freed(&block, 1)
         elif count == 1:
@@ -223,6 +270,8 @@ cdef class BlockAllocator:
     cdef void c_detach(self, const pp_kv_pool *pool) noexcept nogil
     # Number of attached pools. Requires the GIL.
     cdef int32_t c_num_pools(self) noexcept nogil
+    # The error of a caller that wants n blocks, and of one that names wrong ids.
+    cdef object refused(self, object n)
     cdef object invalid(self, IdArray *array, verb)
     cdef int c_enlist(self, Link *link, object sequence) except -1
     cdef void c_delist(self, Link *link) noexcept

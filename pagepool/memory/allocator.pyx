@@ -25,15 +25,26 @@ from pagepool.csrc cimport (
     pp_status,
 )
 from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.memory.shared_pages cimport (
+    SharedPages,
+    pp_shared_audit,
+    pp_shared_count_free,
+    pp_shared_count_in_use,
+    pp_shared_drop,
+    pp_shared_is_held_elsewhere,
+    pp_shared_is_stale,
+    pp_shared_limit,
+    pp_shared_take,
+    pp_shared_view,
+)
 
 import weakref
-from collections import Counter
 
 from pagepool.config import MAX_BLOCK_SIZE
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool._arguments import integer
 from pagepool.memory.explain import exhausted, invalid_blocks
-from pagepool.memory.owners import Leak, Owner, warn_of
+from pagepool.memory.owners import audit_holders, leaks_of, owners_of, warn_of
 
 __all__ = ["BlockAllocator"]
 
@@ -54,36 +65,6 @@ cdef extern from "regions.h" nogil:
 # one would wait for an unrelated store to the other. So the counts begin half a page later.
 cdef int32_t SKEW = 528
 cdef int32_t DEFAULT_BLOCK_SIZE = 16
-
-
-cdef Audit audit_counts(const int32_t *freed, int32_t num_freed, int32_t taken, int32_t capacity,
-                        int32_t *counts) noexcept nogil:
-    """Marks each listed block with a count of -1, which shows a block that is listed twice; removes the marks again."""
-    cdef Audit audit = Audit(NULL, 0, 0)
-    cdef int32_t i, block, marked = 0, used = 0
-    if not 0 <= num_freed <= taken <= capacity:
-        return Audit(b"0 <= num_freed <= taken <= capacity", num_freed, taken)
-    for i in range(num_freed):
-        block = freed[i]
-        if not 0 <= block < taken:
-            audit = Audit(b"a listed block is below taken", block, taken)
-            break
-        if counts[block] != 0:
-            audit = Audit(b"a listed block has count 0, or -1 if it is listed twice", block, counts[block])
-            break
-        counts[block] = -1
-        marked += 1
-    for i in range(marked):
-        counts[freed[i]] = 0
-    if audit.equation != NULL:
-        return audit
-    for i in range(taken):
-        if counts[i] < 0:
-            return Audit(b"ref_count >= 0", i, counts[i])
-        used += counts[i] > 0
-    if used + num_freed != taken:
-        return Audit(b"free + in_use == capacity", capacity - taken + num_freed, used)
-    return audit
 
 
 @cython.auto_pickle(False)
@@ -139,6 +120,29 @@ cdef class BlockAllocator:
     cdef void c_fill_freed(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
         pp_regions_fill_freed(self.regions, self.c_counts, blocks, n)
 
+    cdef pp_status c_take_shared(self, int32_t n, int32_t *blocks) noexcept nogil:
+        cdef pp_status status
+        cdef int32_t i
+        if self.shared == NULL:
+            return PP_EXHAUSTED
+        status = pp_shared_take(<pp_shared_view *>self.shared, n, blocks)
+        if status == PP_OK:
+            for i in range(n):
+                self.c_counts[blocks[i]] = 1
+        return status
+
+    cdef void c_drop_shared(self) noexcept nogil:
+        pp_shared_drop(<pp_shared_view *>self.shared, self.c_freed, self.num_freed)
+        self.num_freed = 0
+
+    cdef int join(self, object pages) except -1:
+        cdef pp_shared_view *view = &(<SharedPages?>pages).view
+        self.shared_pages = pages
+        self.shared = <pp_shared *>view
+        self.words = view.words
+        self.taken = self.limit
+        return 0
+
     cdef bint c_extend(self, int32_t n) noexcept nogil:
         if n > self.max_capacity - self.taken:
             return False
@@ -147,6 +151,8 @@ cdef class BlockAllocator:
 
     cdef int32_t c_capacity(self) noexcept nogil:
         cdef int32_t count
+        if self.shared != NULL:
+            return <int32_t>pp_shared_limit(<pp_shared_view *>self.shared)
         pp_lock_acquire(&self.lock)
         count = self.limit
         pp_lock_release(&self.lock)
@@ -154,6 +160,8 @@ cdef class BlockAllocator:
 
     cdef int32_t c_free_count(self) noexcept nogil:
         cdef int32_t count
+        if self.shared != NULL:
+            return <int32_t>pp_shared_count_free(<pp_shared_view *>self.shared)
         pp_lock_acquire(&self.lock)
         count = self.limit - self.taken + self.num_freed
         pp_lock_release(&self.lock)
@@ -161,6 +169,8 @@ cdef class BlockAllocator:
 
     cdef int32_t c_available(self) noexcept nogil:
         cdef int32_t count
+        if self.shared != NULL:
+            return <int32_t>pp_shared_count_free(<pp_shared_view *>self.shared)
         pp_lock_acquire(&self.lock)
         count = self.max_capacity - self.taken + self.num_freed
         pp_lock_release(&self.lock)
@@ -208,13 +218,15 @@ cdef class BlockAllocator:
     cdef pp_status c_allocate_n(self, int32_t n, int32_t *blocks) noexcept nogil:
         cdef int32_t i, recycled, fresh
         cdef int32_t *counts = self.c_counts
+        cdef pp_status status
         cdef const int32_t *top
         if n < 0:
             return PP_INVALID_ARGUMENT
         pp_lock_acquire(&self.lock)
         if n > self.limit - self.taken + self.num_freed and not self.c_extend(n - self.num_freed):
+            status = self.c_take_shared(n, blocks)
             pp_lock_release(&self.lock)
-            return PP_EXHAUSTED
+            return status
         recycled = min(n, self.num_freed)
         fresh = self.taken - recycled
         top = self.c_freed + self.num_freed - 1
@@ -272,11 +284,13 @@ cdef class BlockAllocator:
                 pp_set_count(&counts[blocks[i]], count + 1)
                 if count == 1:
                     count_idle(self.cached, blocks[i], -1)
-        elif self.words != NULL:
+        elif self.words != NULL and self.shared == NULL:
             pp_words_freed(self.words, counts, blocks, n)
         if done == n and self.checked:
             self.c_fill_freed(blocks, n)
         self.num_freed = num_freed
+        if self.shared != NULL:
+            self.c_drop_shared()
         pp_lock_release(&self.lock)
         return PP_OK if done == n else PP_INVALID_BLOCK
 
@@ -324,13 +338,15 @@ cdef class BlockAllocator:
         return taken
 
     cdef bint c_is_shared(self, int32_t block) noexcept nogil:
-        return pp_get_count(&self.c_counts[block]) > 1
+        return pp_get_count(&self.c_counts[block]) > 1 or (
+            self.shared != NULL and pp_shared_is_held_elsewhere(<pp_shared_view *>self.shared, block)
+        )
 
     cdef void c_copy_page(self, int32_t dst, int32_t src) noexcept nogil:
         pp_regions_copy_block(self.regions, &self.lock, dst, src)
 
     cdef pp_status c_attach(self, const pp_kv_pool *pool) noexcept nogil:
-        if pool.num_blocks < self.max_capacity:
+        if pool.num_blocks < self.max_capacity or (self.shared != NULL and self.c_num_pools()):
             return PP_INVALID_ARGUMENT
         return pp_regions_attach(self.regions, &self.lock, pool)
 
@@ -375,13 +391,17 @@ cdef class BlockAllocator:
 
     @property
     def in_use(self):
-        """Blocks with at least one reference."""
+        """Blocks with at least one reference, in a shared pool those of all processes."""
+        if self.shared != NULL:
+            return pp_shared_count_in_use(<pp_shared_view *>self.shared)
         return self.max_capacity - self.c_available()
 
     @property
     def peak_in_use(self):
-        """The largest number of blocks that were in use at the same time."""
+        """The largest number of blocks that were in use at the same time; in a shared pool, those of this process."""
         cdef int32_t most
+        if self.shared != NULL:
+            return (<pp_shared_view *>self.shared).peak
         pp_lock_acquire(&self.lock)
         most = max(self.peak, self.taken)
         pp_lock_release(&self.lock)
@@ -401,6 +421,8 @@ cdef class BlockAllocator:
         capacity = self.limit
         free_blocks = capacity - self.taken + self.num_freed
         pp_lock_release(&self.lock)
+        if self.shared != NULL:
+            capacity, free_blocks = self.c_capacity(), self.c_free_count()
         holders = self.holders()
         evictable = sum([getattr(holder, "evictable", 0) for holder in holders])
         return {
@@ -417,14 +439,17 @@ cdef class BlockAllocator:
     def grow(self, num_blocks):
         """Raises the capacity to `num_blocks`; `ValueError` if that is below the capacity or above the maximum."""
         number = integer("num_blocks", num_blocks)
-        if not 0 <= number <= INT32_MAX or not self.c_grow(number):
+        if self.shared != NULL and self.c_capacity() <= number <= self.max_capacity:
+            (<SharedPages>self.shared_pages).set_limit(&self.lock, number)
+        elif self.shared != NULL or not 0 <= number <= INT32_MAX or not self.c_grow(number):
             raise ValueError(f"num_blocks must be from {self.c_capacity()} to {self.max_capacity}, not {number}")
 
     def shrink(self, num_blocks=0):
         """Lowers the capacity to `num_blocks`, but not below a block in use; returns the new capacity.
 
-        A block in use keeps its id, so the highest id in use limits the result. O(blocks ever used). Raises
-        `ValueError` when `num_blocks` is below 0 or above the capacity.
+        A block in use keeps its id, so the highest id in use limits the result. O(blocks ever used). In a shared pool
+        the capacity falls at once; blocks in use above it stay until they are free. Raises `ValueError` when
+        `num_blocks` is below 0 or above the capacity.
 
         >>> allocator = BlockAllocator(2, max_blocks=8)
         >>> blocks = allocator.allocate_n(5)
@@ -435,6 +460,9 @@ cdef class BlockAllocator:
         number = integer("num_blocks", num_blocks)
         if not 0 <= number <= self.c_capacity():
             raise ValueError(f"num_blocks must be from 0 to {self.c_capacity()}, not {number}")
+        if self.shared != NULL:
+            (<SharedPages>self.shared_pages).set_limit(&self.lock, number)
+            return number
         return self.c_shrink(number)
 
     def allocate(self):
@@ -445,7 +473,7 @@ cdef class BlockAllocator:
         """
         cdef int32_t block
         if self.c_allocate(&block) != PP_OK:
-            raise exhausted(1, 0, self.max_capacity)
+            raise self.refused(1)
         try:
             return block
         except MemoryError:  # for the int
@@ -464,12 +492,17 @@ cdef class BlockAllocator:
         number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             raise ValueError(f"cannot allocate {number} blocks")
-        if number > self.c_available():
-            raise exhausted(number, self.c_available(), self.max_capacity)
+        if number > (self.max_capacity if self.shared != NULL else self.c_available()):
+            raise self.refused(number)
         blocks = new_int32(number, &ids)
         if self.c_allocate_n(number, ids) != PP_OK:
-            raise exhausted(number, self.c_available(), self.max_capacity)
+            raise self.refused(number)
         return blocks
+
+    cdef object refused(self, object n):
+        if self.shared != NULL and pp_shared_is_stale(<pp_shared_view *>self.shared):
+            return (<SharedPages>self.shared_pages).stale()
+        return exhausted(n, self.c_available(), self.max_capacity)
 
     def free(self, blocks):
         """Drops one reference of each block: an int, a sequence of ints or an integer array.
@@ -638,16 +671,8 @@ cdef class BlockAllocator:
         else:
             wanted = (integer("block", block),)
             self.ref_count(block)
-        found = {number: [] for number in wanted}
-        for holder in self.holders():
-            for number, times in Counter(holder.references()).items():
-                if number in found:
-                    found[number].append(Owner(holder.kind, holder.label, times, holder))
-        for number, owners in found.items():
-            # Not `ref_count`, which raises if another thread has shrunk the allocator since then.
-            others = self.c_ref_count(number) - sum(owner.references for owner in owners)
-            if others > 0:
-                owners.append(Owner("other", None, others, None))
+        # Not `ref_count`, which raises if another thread has shrunk the allocator since then.
+        found = owners_of(wanted, self.holders(), lambda number: self.c_ref_count(number))
         return {number: owners for number, owners in found.items() if owners} if block is None else found[wanted[0]]
 
     def leaks(self):
@@ -664,22 +689,7 @@ cdef class BlockAllocator:
         >>> [leak[:4] for leak in allocator.leaks()]
         [('sequence', 7, [0, 1], [0, 1])]
         """
-        found, loose, by_holder = [], [], {}
-        mapped = self.owners()
-        for number, owners in mapped.items():
-            for owner in owners:
-                if owner.kind == "other":
-                    loose.append(number)
-                elif owner.kind != "cache":
-                    by_holder.setdefault(id(owner.object), (owner, []))[1].append(number)
-        for owner, blocks in by_holder.values():
-            alone = [number for number in blocks if len(mapped[number]) == 1]
-            found.append(Leak(owner.kind, owner.label, blocks, alone, owner.object))
-        found.sort(key=lambda leak: -len(leak.blocks))
-        if loose:
-            alone = [number for number in loose if len(mapped[number]) == 1]
-            found.append(Leak("other", None, loose, alone, None))
-        return found
+        return leaks_of(self.owners())
 
     def warn_of_leaks(self):
         """Raises a `ResourceWarning` for each of `leaks`, at most 20 and one for the rest. Call it when idle.
@@ -707,24 +717,18 @@ cdef class BlockAllocator:
         cdef Audit audit
         with nogil:
             pp_lock_acquire(&self.lock)
-            audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.limit, self.c_counts)
-            if audit.equation == NULL and self.words != NULL:
+            if self.shared != NULL:
+                audit.equation = pp_shared_audit(<pp_shared_view *>self.shared, self.c_counts, &audit.left)
+                audit.right = self.c_counts[audit.left]
+            else:
+                audit = audit_counts(self.c_freed, self.num_freed, self.taken, self.limit, self.c_counts)
+            if self.shared == NULL and audit.equation == NULL and self.words != NULL:
                 audit = audit_words(self.words, self.c_counts, self.taken)
             pp_lock_release(&self.lock)
         if audit.equation != NULL:
             raise PoolError(f"broken invariant: {audit.equation.decode()}, but {audit.left} and {audit.right}")
-        references = Counter()
-        for holder in self.holders():
-            references.update(holder.references())
-        for block, times in references.items():
-            count = self.ref_count(block)
-            if times > count:
-                raise PoolError(f"broken invariant: block {block} has {count} references, its holders have {times}")
-        if others is not None:
-            total = sum([self.c_ref_count(number) for number in range(self.c_ids_used())])
-            surplus = total - sum(references.values())
-            if surplus != others:
-                raise PoolError(f"broken invariant: {surplus} references belong to no holder, not {others}")
+        counts = [self.c_ref_count(number) for number in range(self.c_ids_used())]
+        audit_holders(self.holders(), counts, others)
 
     cdef object invalid(self, IdArray *array, verb):
         """The InvalidBlock that says which of the ids is wrong, and why."""

@@ -15,7 +15,7 @@ from collections import Counter
 import numpy as np
 
 from pagepool.errors import InvalidBlock
-from pagepool.memory.explain import closed, exhausted
+from pagepool.memory.explain import closed
 
 __all__ = ["append_batch", "group_append", "group_close", "group_truncate", "release_batch", "require_truncate"]
 
@@ -118,11 +118,11 @@ def append_batch(list states not None, list counts not None):
     if total and total > allocator.c_free_count():  # # no copy is counted for the last sharer of a block
         total -= last_to_share(states)
         if total > allocator.c_available():
-            raise exhausted(total, allocator.c_available(), allocator.max_capacity)
+            raise allocator.refused(total)
     taken = room_for(total)
     try:
         if total and allocator.c_allocate_n(<int32_t>total, taken) != PP_OK:
-            raise exhausted(total, allocator.c_available(), allocator.max_capacity)
+            raise allocator.refused(total)
         for i in range(n):
             state = <PagedSeqState>states[i]
             used += state.c_append_taken(state.pending, taken + used)
@@ -232,7 +232,7 @@ def group_append(list states not None, n, list positions not None):
                 raise state.failed(PP_INVALID_ARGUMENT, n, 0)
             raise state.failed(PP_OVER_MAXIMUM, state.length + n, 0)
         if wanted > state.allocator.max_capacity:  # instead of a MemoryError for the slots
-            raise exhausted(wanted, state.allocator.c_available(), state.allocator.max_capacity)
+            raise state.allocator.refused(wanted)
         start = positions[i]
         moves = moves or wanted > 0 or first_needed(state, start) > state.first_block
         row = empty(number, INT64)
@@ -255,12 +255,12 @@ def group_append(list states not None, n, list positions not None):
                 (<int32_t *>blocks.base)[i] = spare[i]
         for allocator, _, _, own, total in plans:  # before any grows
             if total - own > allocator.c_available():
-                raise exhausted(total - own, allocator.c_available(), allocator.max_capacity)
+                raise allocator.refused(total - own)
         for i in range(len(plans)):  # fails only if another thread takes blocks meanwhile
             allocator, _, blocks, own, total = plans[i]
             if total > own and allocator.c_allocate_n(<int32_t>(total - own), <int32_t *>blocks.base + own) != PP_OK:
                 give_back(plans, i)
-                raise exhausted(total - own, allocator.c_available(), allocator.max_capacity)
+                raise allocator.refused(total - own)
         for allocator, members, blocks, own, total in plans:
             met = 0
             for state, start, _ in members:

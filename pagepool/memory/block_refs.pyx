@@ -20,7 +20,6 @@ from pagepool.memory.page_buffer cimport PageBuffer
 
 from pagepool.errors import InvalidBlock
 from pagepool._arguments import integer
-from pagepool.memory.explain import exhausted
 
 __all__ = ["BlockRefs", "PrefixMatch"]
 
@@ -76,11 +75,11 @@ cdef class BlockRefs:
         if number < 0:
             return self.allocator.allocate_n(number)  # which raises
         if number > available:
-            raise exhausted(number, available, self.allocator.max_capacity)
+            raise self.allocator.refused(number)
         self.c_reserve(number)
         blocks = new_int32(number, &ids)
         if self.allocator.c_allocate_n(number, ids) != PP_OK:
-            raise exhausted(number, self.allocator.c_available(), self.allocator.max_capacity)
+            raise self.allocator.refused(number)
         self.c_note(ids, number)
         return blocks
 

@@ -21,7 +21,7 @@ from pagepool.memory.page_buffer cimport PageBuffer
 
 from pagepool.errors import InvalidBlock, PoolError, refuse_copy
 from pagepool._arguments import integer
-from pagepool.memory.explain import closed, exhausted
+from pagepool.memory.explain import closed
 
 __all__ = ["PagedSeqState"]
 
@@ -502,7 +502,7 @@ cdef class PagedSeqState:
             needed = needed_blocks(number, self.block_size)
             return ValueError(f"{number} tokens need {needed} blocks, the maximum is {self.max_blocks_per_seq}")
         if status == PP_EXHAUSTED:
-            return exhausted(wanted, self.allocator.c_available(), self.allocator.max_capacity)
+            return self.allocator.refused(wanted)
         if status == PP_INVALID_BLOCK:
             return InvalidBlock(f"one of the {self.num_blocks} blocks of the sequence was freed by someone else")
         if status == PP_NO_MEMORY:

@@ -54,6 +54,8 @@ cdef class BlockGenerations:
         cdef PageBuffer buffer
         cdef uint64_t *words
         cdef int32_t block
+        if allocator.shared != NULL:
+            raise ValueError("the allocator of a shared pool keeps words of its own, which have other holders")
         self.allocator = allocator
         buffer = PageBuffer(allocator.max_capacity, "Q")
         words = <uint64_t *>buffer.base

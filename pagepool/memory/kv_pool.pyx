@@ -2,7 +2,6 @@
 
 cimport cython
 from cpython.buffer cimport Py_buffer
-from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 from libc.stdlib cimport getenv
 from libc.string cimport memcpy, strcmp
@@ -21,7 +20,6 @@ from pagepool.csrc cimport (
     pp_kv_layout,
     pp_kv_layout_init_dtypes,
     pp_kv_layout_init_v,
-    pp_kv_pool,
     pp_kv_rows,
     pp_lock_acquire,
     pp_lock_release,
@@ -29,26 +27,25 @@ from pagepool.csrc cimport (
 )
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.arrays cimport (
-    TENSOR_BITS16,
-    Buffer,
     IdArray,
-    Tensor,
-    dtype_of,
-    get_buffer,
-    int_bytes,
     list_ids,
     new_float32,
     read_id,
     read_ids,
     read_number,
-    read_tensor,
-    release_buffer,
     release_ids,
-    release_tensor,
 )
 from pagepool.memory.dlpack cimport PP_DL_BFLOAT, PP_DL_CPU, PP_DL_FLOAT, PP_DL_IS_COPIED, PP_DL_UINT, export_capsule
 from pagepool.memory.kernels cimport c_kv_append_rows, c_kv_gather
 from pagepool.memory.page_buffer cimport PageBuffer
+from pagepool.memory.shared_pages cimport (
+    SharedPages,
+    attach_shared,
+    pp_shared_is_stale,
+    pp_shared_processes,
+    pp_shared_view,
+)
+from pagepool.memory.token_rows cimport TokenRows
 
 import numpy as np
 
@@ -63,7 +60,7 @@ from pagepool.memory.quantisation import read_channel_scale
 __all__ = ["KvCachePool"]
 
 cdef dict KINDS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "int8": PP_INT8, "int4": PP_INT4}
-cdef dict NAMES = {kind: name for name, kind in KINDS.items()} | {TENSOR_BITS16: "uint16"}
+cdef dict NAMES = {kind: name for name, kind in KINDS.items()}
 # Dtypes of flat pools. Pools of quantised elements also have pages of bytes.
 cdef dict ELEMENTS = {"float32": PP_F32, "float16": PP_F16, "bfloat16": PP_BF16, "uint8": PP_INT8}
 cdef dict FORMATS = {PP_F32: "f", PP_F16: "e", PP_BF16: "H", PP_INT8: "B"}
@@ -73,136 +70,6 @@ cdef dict DLPACK_CODES = {PP_F32: PP_DL_FLOAT, PP_F16: PP_DL_FLOAT, PP_BF16: PP_
 cdef Py_ssize_t MAX_PAGE_SIZE = <Py_ssize_t>1 << 40
 # Upper bound per madvise call. The allocator lock is held, so no thread can take one of these pages meanwhile.
 cdef int64_t MOST_BYTES = <int64_t>64 << 20
-
-
-cdef int accepted_dtype(str name, const Tensor *tensor, int pool_dtype) except -1:
-    cdef int kind = tensor.kind
-    if kind == TENSOR_BITS16 and (pool_dtype == PP_BF16 or pool_dtype >= PP_INT8):
-        kind = PP_BF16
-    if kind == PP_F32 or kind == pool_dtype or pool_dtype >= PP_INT8 or (kind == PP_F16 and pool_dtype == PP_BF16):
-        return kind
-    own = "" if pool_dtype == PP_F32 else f" or {NAMES[pool_dtype]}"
-    raise TypeError(f"{name} must be float32{own} for this pool, not {NAMES[tensor.kind]}")
-
-
-cdef int check_apart(str name, const void *data, Py_ssize_t num_bytes, const pp_kv_pool *pool) except -1:
-    cdef size_t base = <size_t>pool.base, end = base + <size_t>(pool.num_blocks * pool.layout.block_bytes)
-    if num_bytes and <size_t>data < end and base < <size_t>data + <size_t>num_bytes:
-        raise ValueError(f"{name} overlaps the pages of the pool, which this call writes")
-    return 0
-
-
-@cython.final
-@cython.no_gc
-@cython.freelist(4)
-cdef class TokenRows:
-    """The arguments of `KvCachePool.append`, read and checked. Holds the memory of all arrays while it lives."""
-
-    cdef const int64_t *slots
-    cdef Py_ssize_t num_tokens
-    cdef pp_kv_rows k_rows
-    cdef pp_kv_rows v_rows  # equal to k_rows if the layout has V in K
-    cdef pp_dtype dtype
-
-    cdef Tensor k
-    cdef Tensor v
-    cdef Buffer slots_buffer
-    cdef bint has_slots
-    cdef int64_t *wide_slots
-
-    def __dealloc__(self):
-        if self.has_slots:
-            release_buffer(&self.slots_buffer)
-        release_tensor(&self.k)
-        release_tensor(&self.v)
-        PyMem_Free(self.wide_slots)
-
-    cdef int read(self, object slot_mapping, object k, object v, const pp_kv_pool *pool) except -1:
-        """Raises TypeError for a dtype, ValueError for a shape or stride, and for arrays that overlap the pages."""
-        cdef const pp_kv_layout *layout = &pool.layout
-        read_tensor("k", k, &self.k)
-        self.dtype = <pp_dtype>accepted_dtype("k", &self.k, layout.dtype)
-        self.read_slots(slot_mapping)
-        check_apart("slot_mapping", self.slots, self.num_tokens * 8, pool)
-        self.k_rows = self.rows_of("k", &self.k, layout.head_dim, pool)
-        if layout.v_in_k:
-            if v is not None:
-                raise ValueError(f"v is the first {layout.v_head_dim} of the {layout.head_dim} dims of k in this pool")
-            self.v_rows = self.k_rows
-            return 0
-        if v is None:
-            raise ValueError("v is missing: this pool stores it apart from k")
-        read_tensor("v", v, &self.v)
-        if accepted_dtype("v", &self.v, layout.v_dtype) != self.dtype:
-            raise TypeError(f"k and v must have one dtype, not {NAMES[self.k.kind]} and {NAMES[self.v.kind]}")
-        self.v_rows = self.rows_of("v", &self.v, layout.v_head_dim, pool)
-        return 0
-
-    cdef int read_slots(self, object slot_mapping) except -1:
-        cdef const Py_buffer *view = &self.slots_buffer.view
-        cdef Py_ssize_t i, item
-        if not get_buffer(slot_mapping, &self.slots_buffer, "slot_mapping"):
-            raise TypeError(f"slot_mapping must be an int64 array, not {type(slot_mapping).__name__}")
-        self.has_slots = True
-        item = int_bytes(view)
-        if not item:
-            raise TypeError(f"slot_mapping must be int64 or int32, not {dtype_of(slot_mapping)}")
-        if <size_t>view.buf % <size_t>item:
-            raise ValueError(f"slot_mapping must be aligned to {item} bytes")
-        if view.ndim != 1:
-            raise ValueError(f"slot_mapping must have 1 dimension, not {view.ndim}")
-        if view.shape[0] > 1 and view.strides[0] != item:
-            raise ValueError(f"slot_mapping must be contiguous: its stride is {view.strides[0]} bytes, not {item}")
-        self.slots = <const int64_t *>view.buf
-        self.num_tokens = view.shape[0]
-        if item == sizeof(int64_t):
-            return 0
-        self.slots = self.wide_slots = <int64_t *>PyMem_Malloc(<size_t>(self.num_tokens + 1) * sizeof(int64_t))
-        if self.wide_slots == NULL:
-            raise MemoryError(f"no memory for {self.num_tokens} slots as int64")
-        for i in range(self.num_tokens):
-            self.wide_slots[i] = (<const int32_t *>view.buf)[i]
-        return 0
-
-    cdef pp_kv_rows rows_of(self, str name, Tensor *tensor, int32_t head_dim, const pp_kv_pool *pool) except *:
-        """The rows of a tensor (n_tokens, num_kv_heads, head_dim). Its last axis must be contiguous."""
-        cdef int32_t num_kv_heads = pool.layout.num_kv_heads
-        cdef Py_ssize_t item = tensor.item_bytes
-        cdef pp_kv_rows rows
-        cdef Py_ssize_t last
-        cdef int i
-        if (
-            tensor.ndim != 3 or tensor.shape[0] != self.num_tokens or tensor.shape[1] != num_kv_heads
-            or tensor.shape[2] != head_dim
-        ):
-            shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-            wanted = (self.num_tokens, num_kv_heads, head_dim)
-            raise ValueError(f"{name} must have shape {wanted} (slots, num_kv_heads, head_dim), not {shape}")
-        if tensor.strides[2] != item:
-            raise ValueError(
-                f"the last axis of {name} must be contiguous: its stride is {tensor.strides[2]} bytes, "
-                f"not {tensor.item_bytes}"
-            )
-        # The stride of an axis of length 0 or 1 is never used. It is replaced by the stride of packed rows.
-        if tensor.shape[1] <= 1:
-            tensor.strides[1] = tensor.shape[2] * item
-        if tensor.shape[0] <= 1:
-            tensor.strides[0] = tensor.shape[1] * tensor.shape[2] * item
-        for i in range(2):
-            if tensor.strides[i] <= 0 or tensor.strides[i] % item:
-                raise ValueError(
-                    f"axis {i} of {name} must have a positive stride that is a multiple of {item} bytes, "
-                    f"not {tensor.strides[i]}"
-                )
-        if <size_t>tensor.data % <size_t>item:
-            raise ValueError(f"{name} must be aligned to {item} bytes")
-        if self.num_tokens:
-            last = (self.num_tokens - 1) * tensor.strides[0] + (num_kv_heads - 1) * tensor.strides[1]
-            check_apart(name, tensor.data, last + head_dim * item, pool)
-        rows.data = tensor.data
-        rows.token_stride = tensor.strides[0] // item
-        rows.head_stride = tensor.strides[1] // item
-        return rows
 
 
 @cython.auto_pickle(False)
@@ -271,6 +138,9 @@ cdef class KvCachePool:
     cdef int pin(self) except -1:
         if not self.buffer.c_export():
             raise ValueError("the pool is closed")
+        if self.allocator.shared != NULL and pp_shared_is_stale(<pp_shared_view *>self.allocator.shared):
+            self.buffer.c_return()
+            raise (<SharedPages>self.allocator.shared_pages).stale()
         return 0
 
     cdef void unpin(self) noexcept:
@@ -279,6 +149,8 @@ cdef class KvCachePool:
     cdef int check_open(self) except -1:
         if self.buffer.base == NULL:
             raise ValueError("the pool is closed")
+        if self.allocator.shared != NULL and pp_shared_is_stale(<pp_shared_view *>self.allocator.shared):
+            raise (<SharedPages>self.allocator.shared_pages).stale()
         return 0
 
     cdef int adopt(self, object layout, BlockAllocator allocator) except -1:
@@ -287,6 +159,8 @@ cdef class KvCachePool:
             raise ValueError(
                 f"the allocator has {allocator.max_capacity} blocks, the pool only {self.c_pool.num_blocks} pages"
             )
+        if allocator.shared != NULL and allocator.c_num_pools():
+            raise ValueError(f"the allocator of a shared pool cannot have a second pool: {self!r}")
         status = allocator.c_attach(&self.c_pool)
         if status == PP_INVALID_ARGUMENT:
             raise ValueError(
@@ -309,7 +183,8 @@ cdef class KvCachePool:
         return 0
 
     @staticmethod
-    def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None, checked=None):
+    def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None, checked=None, *,
+                    shared=None, fingerprint=""):
         """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
         A pool with quantised elements, or keys and values of different dtypes, shows its pages as bytes (uint8).
@@ -329,7 +204,22 @@ cdef class KvCachePool:
             keys of int4, None for those that are not quantised.
         checked
             Finds misuse of blocks, for tests of an engine: see `checked`. None: if PAGEPOOL_CHECK is set. The mode
-            is one of the allocator, so all pools that share it are checked.
+            is one of the allocator, so all pools that share it are checked. A shared pool cannot be checked.
+        shared : str, int or None
+            Attach to the pool of this name, or make it: a file in /dev/shm that up to 30 processes of one user share.
+            It outlives its processes. An int is the descriptor of a memfd that allows seals. See the guide.
+        fingerprint : str or bytes
+            What the keys and values of a shared pool depend on, up to 3,584 bytes: a digest of the weights, the
+            parameters of RoPE and quantisation, the arithmetic. Processes with another one are refused.
+
+        Raises
+        ------
+        ValueError
+            Also if a shared pool has another layout, number of blocks, scale or fingerprint. Names the first one.
+        PoolError
+            The file is damaged, belongs to another user, or has 30 processes.
+        OSError
+            /dev/shm has too little room (ENOSPC).
 
         Examples
         --------
@@ -359,19 +249,33 @@ cdef class KvCachePool:
         if status != PP_OK:
             raise ValueError(f"a pool cannot have this layout: {layout}")
         scale = read_channel_scale(k_channel_scale, layout)
-        if allocator is None:
-            allocator = BlockAllocator(num_blocks, max_blocks)
         number = integer("num_blocks", num_blocks)
         most = number if max_blocks is None else integer("max_blocks", max_blocks, number)
+        cdef SharedPages pages = None
+        if shared is not None:
+            if allocator is not None or checked:
+                raise ValueError("a shared pool has an allocator of its own and cannot be checked")
+            checked = False
+            integer("num_blocks", most, 0, INT32_MAX)
+            pages = attach_shared(shared, &c_layout, scale, most, number, fingerprint)
+        elif fingerprint:
+            raise ValueError("fingerprint must be empty for a pool that is not shared")
+        if allocator is None:
+            allocator = BlockAllocator(most if shared is not None else num_blocks, max_blocks)
         if layout.is_mixed:
-            pool = KvCachePool(layout.block_bytes, most, "uint8", checked)
+            pool = KvCachePool(layout.block_bytes, 0 if shared is not None else most, "uint8", checked)
         else:
-            pool = KvCachePool(layout.page_size, most, layout.dtype, checked)
+            pool = KvCachePool(layout.page_size, 0 if shared is not None else most, layout.dtype, checked)
+        if shared is not None:
+            (<BlockAllocator>allocator).join(pages)
+            pool.buffer.look_into(pages, pages.view.pages, most * layout.block_bytes // pool.buffer.item_bytes())
+            pool.c_pool.base = pool.buffer.base
+            pool.c_pool.num_blocks = most
         pool.c_pool.layout = c_layout
         if scale is not None:
             pool.k_channel_scale = scale
             pool.c_pool.k_channel_scale = <const float *><size_t>scale.ctypes.data
-        pool.elastic = max_blocks is not None
+        pool.elastic = max_blocks is not None or shared is not None
         pool.adopt(layout, allocator)
         return pool
 
@@ -564,7 +468,8 @@ cdef class KvCachePool:
 
         Returns only whole pages of the system, and from a pool of 2 MiB or more only whole huge pages. They are zero
         when they are touched again. Other threads can use the pool meanwhile. A thread that takes or frees blocks waits
-        for one call of at most 64 MiB. Does nothing in checked mode, so that free pages stay filled with NaN.
+        for one call of at most 64 MiB. Does nothing in checked mode, so that free pages stay filled with NaN, and in a
+        shared pool, whose memory is allocated up to its capacity: lower that with `shrink`.
         """
         cdef int64_t page = self.c_pool.layout.block_bytes, given = 0, done = 0, begin, end
         cdef int64_t granule = <int64_t>self.buffer.c_granule()
@@ -574,7 +479,7 @@ cdef class KvCachePool:
         cdef PageBuffer buffer = self.buffer
         self.pin()
         with nogil:
-            while not allocator.checked:
+            while not allocator.checked and allocator.shared == NULL:
                 pp_lock_acquire(&allocator.lock)
                 length = allocator.c_free_run(&first, limit, most)
                 begin = max(done, (first * page + granule - 1) // granule * granule)
@@ -590,12 +495,28 @@ cdef class KvCachePool:
         self.unpin()
         return given
 
+    def reap(self):
+        """Frees the blocks of processes that died while they were attached to a shared pool; returns their number.
+
+        `allocate` does it by itself when no block is free, and each process when it attaches. Returns 0 for a pool that
+        is not shared. O(max_blocks) for each dead process.
+        """
+        self.check_open()
+        if self.allocator.shared == NULL:
+            return 0
+        return (<SharedPages>self.allocator.shared_pages).reap(&self.allocator.lock)
+
     def stats(self):
-        """Returns `BlockAllocator.stats` with the `bytes` of blocks in use and `capacity_bytes` added."""
+        """Returns `BlockAllocator.stats` with the `bytes` of blocks in use and `capacity_bytes` added.
+
+        A shared pool also has `processes`, the number of attached ones.
+        """
         figures = self.allocator.stats()
         size = self.c_pool.layout.block_bytes
         figures["bytes"] = (figures["capacity"] - figures["free"]) * size
         figures["capacity_bytes"] = figures["capacity"] * size
+        if self.allocator.shared != NULL:
+            figures["processes"] = pp_shared_processes(<pp_shared_view *>self.allocator.shared)
         return figures
 
     def close(self):
@@ -612,6 +533,8 @@ cdef class KvCachePool:
         self.c_pool.base = NULL
         self.c_pool.num_blocks = 0
         if not self.allocator.c_num_pools():
+            if self.allocator.shared != NULL:
+                (<SharedPages>self.allocator.shared_pages).close(&self.allocator.lock)
             warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
 
     def __enter__(self):
@@ -657,6 +580,11 @@ cdef class KvCachePool:
     def used_pages(self):
         """Blocks of the allocator that are in use."""
         return self.allocator.in_use
+
+    @property
+    def shared(self):
+        """The name or descriptor of a shared pool, None for a pool that is not shared."""
+        return None if self.allocator.shared == NULL else (<SharedPages>self.allocator.shared_pages).shared
 
     @property
     def checked(self):

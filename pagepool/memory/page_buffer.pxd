@@ -10,6 +10,7 @@ cdef class PageBuffer:
     cdef Py_ssize_t _num_bytes
     cdef size_t _mapped
     cdef char _format[2]
+    cdef object owner  # of the memory, or None: then it is this object
     cdef object __weakref__
 
     cdef Py_ssize_t count(self) noexcept
@@ -21,6 +22,8 @@ cdef class PageBuffer:
     # Forbids exports from now on. Returns false if it was closed before. Raises BufferError while exports exist.
     cdef bint end_exports(self) except -1
     cdef void give_back(self) noexcept
+    # Shows memory of `owner` from now on, and frees its own.
+    cdef void look_into(self, object owner, unsigned char *base, Py_ssize_t count) noexcept
     # Returns whole granules to the system, which reads them as zeros from then on. Returns the number of bytes, 0 if
     # the system refuses.
     cdef size_t c_discard(self, size_t offset, size_t num_bytes) noexcept nogil

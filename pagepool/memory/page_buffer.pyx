@@ -78,7 +78,17 @@ cdef class PageBuffer:
             self.base = NULL
             self._shape[0] = 0
             self._num_bytes = 0
-            pp_unreserve(&reservation)
+            if self.owner is None:
+                pp_unreserve(&reservation)
+            self.owner = None
+
+    cdef void look_into(self, object owner, unsigned char *base, Py_ssize_t count) noexcept:
+        self.give_back()
+        self.owner = owner
+        self.base = base
+        self._shape[0] = count
+        self._num_bytes = count * self._strides[0]
+        self._mapped = 0
 
     cdef size_t c_discard(self, size_t offset, size_t num_bytes) noexcept nogil:
         return pp_discard(self.base + offset, num_bytes) if self._mapped else 0

@@ -2,10 +2,14 @@
 #define _GNU_SOURCE
 #include "os.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sched.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -34,6 +38,99 @@ void *pp_os_reserve(size_t bytes, int huge) {
 void pp_os_release(void *base, size_t bytes) { munmap(base, bytes); }
 
 int pp_os_decommit(void *start, size_t bytes) { return madvise(start, bytes, MADV_DONTNEED) == 0; }
+
+int pp_os_map_file(int fd, size_t bytes, unsigned char **base) {
+    /* Reserve first: mmap itself does not align to huge pages. */
+    unsigned char *place = pp_os_reserve(bytes, 1);
+    if (!place) return ENOMEM;
+    if (mmap(place, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+        const int error = errno;
+        munmap(place, bytes);
+        return error;
+    }
+#ifdef MADV_HUGEPAGE
+    madvise(place, bytes, MADV_HUGEPAGE);
+#endif
+    *base = place;
+    return 0;
+}
+
+void pp_os_hide_file(void *base, size_t bytes) {
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(base, bytes, PROT_READ | PROT_WRITE, flags, -1, 0) == MAP_FAILED) munmap(base, bytes);
+}
+
+static int allocate_file(int fd, int mode, int64_t offset, int64_t bytes) {
+    const int64_t step = (int64_t)64 << 20; /* short calls: a signal makes the system undo and fail the whole call */
+    for (int64_t done = 0; done < bytes; done += step) {
+        const int64_t size = bytes - done < step ? bytes - done : step;
+        while (fallocate(fd, mode, offset + done, size))
+            if (errno != EINTR) return errno;
+    }
+    return 0;
+}
+
+int pp_os_commit_file(int fd, int64_t offset, int64_t bytes) {
+#if defined(MADV_POPULATE_WRITE) && defined(MADV_HUGEPAGE)
+    /* fallocate has no advice about huge pages.  Where the system gives them only on advice, touching pages through an
+     * advised mapping gets them.  If that fails, so does fallocate, which also says why. */
+    unsigned char *base = NULL;
+    if (!pp_os_map_file(fd, (size_t)(offset + bytes), &base)) {
+        const size_t begin = (size_t)offset / PP_OS_PAGE * PP_OS_PAGE;
+        madvise(base + begin, (size_t)(offset + bytes) - begin, MADV_POPULATE_WRITE);
+        munmap(base, (size_t)(offset + bytes));
+    }
+#endif
+    return allocate_file(fd, FALLOC_FL_KEEP_SIZE, offset, bytes);
+}
+
+int pp_os_punch_file(int fd, int64_t offset, int64_t bytes) {
+    return allocate_file(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, offset, bytes);
+}
+
+int pp_os_reopen(int fd) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+static int change_lock(int fd, int64_t byte, short type, int wait) {
+    struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
+    int failed;
+    do failed = fcntl(fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
+    while (failed && errno == EINTR);
+    return !failed;
+}
+
+int pp_os_lock_byte(int fd, int64_t byte, int wait) { return change_lock(fd, byte, F_WRLCK, wait); }
+
+void pp_os_unlock_byte(int fd, int64_t byte) { change_lock(fd, byte, F_UNLCK, 0); }
+
+uint64_t pp_os_process_start(int64_t pid) {
+    enum { STATE = 3, START = 22 }; /* numbers of fields in proc(5) */
+    char path[48], text[1024];
+    snprintf(path, sizeof path, "/proc/%lld/stat", (long long)pid);
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    const ssize_t size = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[size > 0 ? size : 0] = 0;
+    char *field = strrchr(text, ')'); /* the name before it may contain anything */
+    if (!field) return 0;
+    uint64_t start = 0;
+    for (int number = STATE; number <= START && field; number++) {
+        field = strchr(field, ' ');
+        if (field) field++;
+        if (field && number == STATE && (*field == 'Z' || *field == 'X')) return 0;
+    }
+    for (; field && *field >= '0' && *field <= '9'; field++) start = start * 10 + (uint64_t)(*field - '0');
+    return start + 1;
+}
+
+uint64_t pp_os_process_table(void) {
+    struct stat status;
+    return stat("/proc/self/ns/pid", &status) ? 0 : (uint64_t)status.st_ino;
+}
 
 void pp_os_wait(_Atomic uint32_t *word, uint32_t seen) {
     syscall(SYS_futex, word, FUTEX_WAIT | FUTEX_PRIVATE_FLAG, seen, NULL, NULL, 0);

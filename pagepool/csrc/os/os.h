@@ -24,6 +24,33 @@ void pp_os_release(void *base, size_t bytes);
  * again when it is written.  Returns 0 if the system refuses; the memory is unchanged then. */
 int pp_os_decommit(void *start, size_t bytes);
 
+/* Files in memory that processes share.  Functions that return int return 0 or an errno, and change nothing then. */
+
+/* Maps the first `bytes` of a file, aligned to PP_OS_HUGE_PAGE, and asks the system for huge pages. */
+int pp_os_map_file(int fd, size_t bytes, unsigned char **base);
+
+/* Replaces a mapping by private zeros: the process does not see the file any more. */
+void pp_os_hide_file(void *base, size_t bytes);
+
+/* Allocates the memory of a part of a file, so that a later access cannot run out of it, and releases it again. */
+int pp_os_commit_file(int fd, int64_t offset, int64_t bytes);
+int pp_os_punch_file(int fd, int64_t offset, int64_t bytes);
+
+/* Opens the file of a descriptor again.  Locks of the new descriptor are its own.  Returns -1 and sets errno. */
+int pp_os_reopen(int fd);
+
+/* Locks one byte of a file, for the open file that `fd` refers to.  The system releases the lock when the last copy of
+ * the descriptor is closed, at the latest when the process ends.  Returns 0 if another open file has the lock; with
+ * `wait` it waits for the lock, and 0 is an error. */
+int pp_os_lock_byte(int fd, int64_t byte, int wait);
+void pp_os_unlock_byte(int fd, int64_t byte);
+
+/* When a process began, in units of the system's; 0 if it does not exist or has ended. */
+uint64_t pp_os_process_start(int64_t pid);
+
+/* Identifies the table of processes in which this process has its pid. */
+uint64_t pp_os_process_table(void);
+
 /* Threads. */
 
 /* Sleeps while *word equals `seen`, until pp_os_wake is called for it.  May return earlier, so the caller must check

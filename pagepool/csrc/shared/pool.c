@@ -1,0 +1,395 @@
+/* pool.c: see pool.h. */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE
+#endif
+#include "pool.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "../os/os.h"
+#include "pagepool/lock.h"
+
+#define LOAD(place) __atomic_load_n(place, __ATOMIC_ACQUIRE)
+#define STORE(place, value) __atomic_store_n(place, value, __ATOMIC_RELEASE)
+#define BYTE_ORDER_MARK 0x01020304u
+
+enum { FREE, LIVE };                             /* pp_shared_slot.state */
+enum { LIMIT_LOCK = PP_SHARED_PROCESSES };       /* byte of the lock for changes of the limit */
+
+static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+static size_t words_offset(void) { return round_up(sizeof(pp_shared_header), 4096); }
+
+static size_t pages_offset(int64_t num_blocks) {
+    return round_up(words_offset() + (size_t)num_blocks * sizeof(uint64_t), PP_OS_HUGE_PAGE);
+}
+
+size_t pp_shared_bytes(int64_t num_blocks, int64_t block_bytes) {
+    const int64_t most = (int64_t)1 << 46;
+    if (num_blocks < 0 || num_blocks > INT32_MAX || block_bytes < 1 || block_bytes > most) return 0;
+    if (num_blocks && block_bytes > most / num_blocks) return 0;
+    return round_up(pages_offset(num_blocks) + (size_t)(num_blocks * block_bytes), PP_OS_HUGE_PAGE);
+}
+
+/* The magic is written last: if a file has no magic, its creator has died, and the file is made again. */
+static int fill_file(int fd, const pp_shared_shape *shape, int64_t limit) {
+    pp_shared_header header = {0};
+    const size_t bytes = pp_shared_bytes(shape->num_blocks, shape->layout.block_bytes);
+    if (pread(fd, header.shape.magic, 1, 0) == 1 && header.shape.magic[0]) return EEXIST;
+    if (ftruncate(fd, (off_t)bytes)) return errno;
+    const int64_t used = (int64_t)pages_offset(shape->num_blocks) + limit * shape->layout.block_bytes;
+    const int error = pp_os_commit_file(fd, 0, used);
+    if (error) return error;
+    header.shape = *shape;
+    memset(header.shape.magic, 0, sizeof header.shape.magic);
+    header.shape.byte_order = BYTE_ORDER_MARK;
+    header.shape.version = PP_SHARED_VERSION;
+    header.limit = limit;
+    if (pwrite(fd, &header, sizeof header, 0) != (ssize_t)sizeof header) return EIO;
+    return pwrite(fd, PP_SHARED_MAGIC, sizeof header.shape.magic, 0) == sizeof header.shape.magic ? 0 : EIO;
+}
+
+int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit) {
+    if (!pp_shared_bytes(shape->num_blocks, shape->layout.block_bytes)) return ENOMEM;
+    if (limit < 0 || limit > shape->num_blocks) return EINVAL;
+    const int lock_fd = pp_os_reopen(fd);
+    if (lock_fd < 0) return errno;
+    int error = pp_os_lock_byte(lock_fd, LIMIT_LOCK, 1) ? fill_file(fd, shape, limit) : errno;
+    close(lock_fd);
+    return error;
+}
+
+int pp_shared_read(int fd, pp_shared_shape *shape) {
+    struct stat status;
+    if (fstat(fd, &status)) return errno;
+    const ssize_t size = pread(fd, shape, sizeof *shape, 0);
+    if (size < 0) return errno;
+    if (size != (ssize_t)sizeof *shape || memcmp(shape->magic, PP_SHARED_MAGIC, sizeof shape->magic)) return EBADMSG;
+    if (shape->byte_order != BYTE_ORDER_MARK || shape->version != PP_SHARED_VERSION) return EBADMSG;
+    if (shape->fingerprint_bytes < 0 || shape->fingerprint_bytes > PP_SHARED_FINGERPRINT) return EBADMSG;
+    const size_t bytes = pp_shared_bytes(shape->num_blocks, shape->layout.block_bytes);
+    return bytes && (size_t)status.st_size == bytes ? 0 : EBADMSG;
+}
+
+/* Views of this process, for fork.  The lock of the list is taken before any other lock. */
+static pp_shared views = {.next = &views, .previous = &views};
+static pp_lock views_lock;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static int handlers_failed;
+
+static void before_fork(void) { pp_lock_acquire(&views_lock); }
+
+static void after_fork_in_parent(void) { pp_lock_release(&views_lock); }
+
+/* The child has copies of the descriptors.  The lock of the slot is the parent's: it must go when the parent ends. */
+static void after_fork_in_child(void) {
+    for (pp_shared *view = views.next; view != &views; view = view->next)
+        if (view->base && view->fd >= 0) {
+            close(view->lock_fd);
+            close(view->fd);
+            view->fd = view->lock_fd = -1;
+            pp_os_hide_file(view->base, view->bytes);
+        }
+    pp_lock_release(&views_lock);
+}
+
+static void install_handlers(void) {
+    handlers_failed = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+static void list_view(pp_shared *view) {
+    pp_lock_acquire(&views_lock);
+    view->next = &views;
+    view->previous = views.previous;
+    view->previous->next = views.previous = view;
+    pp_lock_release(&views_lock);
+}
+
+static void delist_view(pp_shared *view) {
+    pp_lock_acquire(&views_lock);
+    view->previous->next = view->next;
+    view->next->previous = view->previous;
+    pp_lock_release(&views_lock);
+}
+
+static void drop_everywhere(pp_shared *view, uint64_t bit) {
+    for (int64_t b = 0; b < view->num_blocks; b++)
+        if (LOAD(&view->words[b]) & bit) {
+            __atomic_fetch_and(&view->words[b], ~bit, __ATOMIC_ACQ_REL);
+            PP_STEP();
+        }
+}
+
+/* Whether the process of a slot lives although the byte of the slot is not locked.  Some programs close descriptors
+ * that they did not open, and the lock with them. */
+static int has_lost_its_lock(const pp_shared_slot *slot) {
+    if (slot->table != pp_os_process_table()) return 0; /* the pid says nothing here: the lock decides */
+    const uint64_t start = pp_os_process_start(slot->pid);
+    return start && start == slot->start;
+}
+
+/* Requires the lock on the byte of the slot. */
+static void sweep(pp_shared *view, int i) {
+    pp_shared_slot *slot = &view->header->slots[i];
+    drop_everywhere(view, (uint64_t)1 << i);
+    STORE(&slot->epoch, slot->epoch + 1);
+    PP_STEP();
+    STORE(&slot->state, FREE);
+    PP_STEP();
+}
+
+static int take_slot(pp_shared *view) {
+    for (int i = 0; i < PP_SHARED_PROCESSES; i++) {
+        pp_shared_slot *slot = &view->header->slots[i];
+        if (!pp_os_lock_byte(view->lock_fd, i, 0)) continue;
+        if (LOAD(&slot->state) != FREE && has_lost_its_lock(slot)) {
+            pp_os_unlock_byte(view->lock_fd, i);
+            continue;
+        }
+        PP_STEP();
+        if (LOAD(&slot->state) != FREE) sweep(view, i);
+        slot->table = pp_os_process_table();
+        PP_STEP();
+        slot->pid = getpid();
+        PP_STEP();
+        slot->start = pp_os_process_start(slot->pid);
+        PP_STEP();
+        view->slot = slot;
+        view->bit = (uint64_t)1 << i;
+        view->epoch = slot->epoch + 1;
+        view->epoch += !view->epoch; /* never 0, which is what a child sees after fork */
+        STORE(&slot->epoch, view->epoch);
+        PP_STEP();
+        STORE(&slot->state, LIVE);
+        PP_STEP();
+        /* Not the whole pool away from each other, but far enough that two processes do not race for each block. */
+        view->cursor = view->num_blocks * i / PP_SHARED_PROCESSES;
+        return 0;
+    }
+    return EUSERS;
+}
+
+int pp_shared_open(pp_shared *view, int fd, const pp_shared_shape *shape) {
+    *view = (pp_shared){.fd = fd, .num_blocks = shape->num_blocks, .block_bytes = shape->layout.block_bytes};
+    if (pthread_once(&once, install_handlers) || handlers_failed) return ENOMEM;
+    view->bytes = pp_shared_bytes(view->num_blocks, view->block_bytes);
+    view->hints = malloc(((size_t)view->num_blocks + 1) * sizeof *view->hints);
+    if (!view->hints) return ENOMEM;
+    view->lock_fd = pp_os_reopen(fd);
+    int error = view->lock_fd < 0 ? errno : pp_os_map_file(fd, view->bytes, &view->base);
+    if (!error) {
+        view->header = (pp_shared_header *)view->base;
+        view->words = (uint64_t *)(view->base + words_offset());
+        view->pages = view->base + pages_offset(view->num_blocks);
+        list_view(view); /* before it takes a slot: a fork in another thread then closes the child's copy */
+        error = take_slot(view);
+        if (error) {
+            delist_view(view);
+            pp_os_release(view->base, view->bytes);
+        }
+    }
+    if (error) {
+        if (view->lock_fd >= 0) close(view->lock_fd);
+        free(view->hints);
+        *view = (pp_shared){0};
+        return error;
+    }
+    pp_shared_reap(view);
+    return 0;
+}
+
+void pp_shared_leave(pp_shared *view) {
+    if (pp_shared_is_stale(view)) return;
+    drop_everywhere(view, view->bit);
+    STORE(&view->slot->epoch, view->epoch + 1);
+    PP_STEP();
+    STORE(&view->slot->state, FREE);
+    PP_STEP();
+    view->held = view->num_hints = 0;
+}
+
+void pp_shared_close(pp_shared *view) {
+    if (!view->base || view->fd < 0) return;
+    pp_shared_leave(view);
+    pp_lock_acquire(&views_lock);
+    pp_os_hide_file(view->base, view->bytes);
+    close(view->lock_fd);
+    close(view->fd);
+    view->fd = view->lock_fd = -1;
+    pp_lock_release(&views_lock);
+}
+
+void pp_shared_free(pp_shared *view) {
+    if (!view->base) return;
+    pp_shared_close(view);
+    delist_view(view);
+    pp_os_release(view->base, view->bytes);
+    free(view->hints);
+    *view = (pp_shared){0};
+}
+
+int64_t pp_shared_limit(const pp_shared *view) {
+    const int64_t limit = LOAD(&view->header->limit);
+    return limit < 0 ? 0 : limit > view->num_blocks ? view->num_blocks : limit;
+}
+
+static int claim(pp_shared *view, int64_t b) {
+    uint64_t word = LOAD(&view->words[b]);
+    if ((uint32_t)word) return 0;
+    PP_STEP();
+    const uint64_t mine = ((word >> 32) + 1) << 32 | view->bit;
+    if (!__atomic_compare_exchange_n(&view->words[b], &word, mine, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return 0;
+    /* A process that copies the page without a reference sees the new generation if it sees a byte of the new owner. */
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+    PP_STEP();
+    view->held++;
+    return 1;
+}
+
+static void drop_one(pp_shared *view, int32_t b) {
+    PP_STEP();
+    const uint64_t word = __atomic_fetch_and(&view->words[b], ~view->bit, __ATOMIC_ACQ_REL);
+    PP_STEP();
+    view->held -= (word & view->bit) != 0;
+    if ((uint32_t)word == view->bit && view->num_hints < view->num_blocks) view->hints[view->num_hints++] = b;
+}
+
+/* The first free block from the cursor on, claimed; -1 if none is free. */
+static int64_t search(pp_shared *view, int64_t limit) {
+    int64_t b = view->cursor < limit ? view->cursor : 0;
+    for (int64_t i = 0; i < limit; i++) {
+        if (claim(view, b)) {
+            view->cursor = b + 1;
+            return b;
+        }
+        b = b + 1 == limit ? 0 : b + 1;
+    }
+    return -1;
+}
+
+static int64_t take_one(pp_shared *view) {
+    for (;;) {
+        const int64_t limit = pp_shared_limit(view);
+        int64_t b = -1;
+        while (view->num_hints && b < 0) {
+            const int32_t hint = view->hints[--view->num_hints];
+            if (hint < limit && claim(view, hint)) b = hint;
+        }
+        if (b < 0) b = search(view, limit);
+        if (b < 0) return -1;
+        if (b < pp_shared_limit(view)) return b;
+        const int32_t above = (int32_t)b; /* the limit has fallen, so the block may have no memory */
+        drop_one(view, above);
+    }
+}
+
+pp_status pp_shared_take(pp_shared *view, int32_t n, int32_t *blocks) {
+    if (pp_shared_is_stale(view)) return PP_EXHAUSTED;
+    int has_reaped = 0;
+    for (int32_t i = 0; i < n;) {
+        const int64_t b = take_one(view);
+        if (b >= 0) {
+            blocks[i++] = (int32_t)b;
+        } else if (has_reaped || !pp_shared_reap(view)) {
+            while (i > 0) drop_one(view, blocks[--i]);
+            return PP_EXHAUSTED;
+        } else {
+            has_reaped = 1;
+        }
+    }
+    if (view->held > view->peak) view->peak = view->held;
+    return PP_OK;
+}
+
+void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n) {
+    if (pp_shared_is_stale(view)) return;
+    for (int64_t i = 0; i < n; i++) drop_one(view, blocks[i]);
+}
+
+int pp_shared_reap(pp_shared *view) {
+    int found = 0;
+    if (pp_shared_is_stale(view)) return 0;
+    for (int i = 0; i < PP_SHARED_PROCESSES; i++) {
+        pp_shared_slot *slot = &view->header->slots[i];
+        if (slot == view->slot || LOAD(&slot->state) == FREE || !pp_os_lock_byte(view->lock_fd, i, 0)) continue;
+        if (LOAD(&slot->state) != FREE && !has_lost_its_lock(slot)) {
+            sweep(view, i);
+            found++;
+        }
+        pp_os_unlock_byte(view->lock_fd, i);
+    }
+    return found;
+}
+
+int64_t pp_shared_count_free(const pp_shared *view) {
+    const int64_t limit = pp_shared_limit(view);
+    int64_t count = 0;
+    for (int64_t b = 0; b < limit; b++) count += (uint32_t)__atomic_load_n(&view->words[b], __ATOMIC_RELAXED) == 0;
+    return count;
+}
+
+int64_t pp_shared_count_in_use(const pp_shared *view) {
+    int64_t count = 0;
+    for (int64_t b = 0; b < view->num_blocks; b++)
+        count += (uint32_t)__atomic_load_n(&view->words[b], __ATOMIC_RELAXED) != 0;
+    return count;
+}
+
+/* Claims the free blocks from `begin` on, returns their memory, and frees them again.  A process that still sees the
+ * old limit may claim one of them afterwards; it then sees the new limit and gives the block back. */
+static void return_memory(pp_shared *view, int64_t begin, int64_t end) {
+    const int64_t offset = (int64_t)(view->pages - view->base), page = 4096;
+    for (int64_t b = begin; b < end; b++) {
+        const int64_t first = b;
+        while (b < end && claim(view, b)) b++;
+        if (b == first) continue;
+        const int64_t from = (offset + first * view->block_bytes + page - 1) / page * page;
+        const int64_t to = (offset + b * view->block_bytes) / page * page;
+        if (to > from) pp_os_punch_file(view->fd, from, to - from);
+        for (int64_t i = first; i < b; i++) {
+            __atomic_fetch_and(&view->words[i], ~view->bit, __ATOMIC_ACQ_REL);
+            view->held--;
+            PP_STEP();
+        }
+    }
+}
+
+int pp_shared_set_limit(pp_shared *view, int64_t limit) {
+    int error = 0;
+    if (pp_shared_is_stale(view)) return ESTALE;
+    if (limit < 0 || limit > view->num_blocks) return EINVAL;
+    if (!pp_os_lock_byte(view->lock_fd, LIMIT_LOCK, 1)) return errno;
+    const int64_t offset = (int64_t)(view->pages - view->base), before = pp_shared_limit(view);
+    if (limit > before)
+        error = pp_os_commit_file(view->fd, offset + before * view->block_bytes, (limit - before) * view->block_bytes);
+    if (!error) STORE(&view->header->limit, limit);
+    PP_STEP();
+    /* Up to the end: blocks that were in use when an earlier limit fell may be free now. */
+    if (!error) return_memory(view, limit, view->num_blocks);
+    pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
+    return error;
+}
+
+int pp_shared_processes(const pp_shared *view) {
+    int count = 0;
+    for (int i = 0; i < PP_SHARED_PROCESSES; i++) count += LOAD(&view->header->slots[i].state) != FREE;
+    return count;
+}
+
+const char *pp_shared_audit(const pp_shared *view, const int32_t *counts, int32_t *block) {
+    uint64_t known = (uint64_t)3 << PP_SHARED_PROCESSES; /* bits of the cache and of blocks in quarantine */
+    for (int i = 0; i < PP_SHARED_PROCESSES; i++)
+        if (LOAD(&view->header->slots[i].state) != FREE) known |= (uint64_t)1 << i;
+    for (int64_t b = 0; b < view->num_blocks; b++) {
+        const uint64_t word = LOAD(&view->words[b]);
+        *block = (int32_t)b;
+        if (((word & view->bit) != 0) != (counts[b] > 0)) return "bit of this process in holders == ref_count > 0";
+        if ((uint32_t)word & ~(uint32_t)known) return "holders are processes that are attached";
+    }
+    return NULL;
+}

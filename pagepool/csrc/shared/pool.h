@@ -1,0 +1,158 @@
+/* shared/pool.h: a pool of blocks in a file that several processes map.
+ *
+ *   file    shape      magic, version, layout, fingerprint     written before any process attaches, then only read
+ *           limit      number of blocks that may be allocated
+ *           slots      one per process
+ *           words      one per block: {generation:32 | holders:32}
+ *           pages      at a multiple of 2 MiB
+ *
+ * Bit s of holders is set while the process in slot s has references to the block.  The number of references
+ * is private: it is in the BlockAllocator of that process.  The words are the only record of which blocks are free:
+ *
+ *   block b is free                    <=>  holders(b) == 0
+ *   bit s of holders(b)                 =   count_s(b) > 0, for a live process s outside of a call
+ *   bit s of holders(b)                 =   0, for a slot s that is free
+ *   generation(b) rises by 1 with each change of holders(b) from 0, and never else
+ *
+ * A process locks one byte of the file, that of its slot, until it ends.  A slot in use whose byte is not locked
+ * belongs to a dead process.  Another process takes the lock, clears the bit of the slot in all words (the sweep), and
+ * frees the slot.  If it dies during the sweep, the next process does the sweep again: every step is idempotent.
+ *
+ * No function takes the GIL.  A pp_shared belongs to one BlockAllocator.  The caller must hold the lock of the
+ * allocator, except for functions with a const view, and for open, close and free. */
+#ifndef PP_SHARED_POOL_H
+#define PP_SHARED_POOL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "pagepool/layout.h"
+#include "pagepool/status.h"
+
+#define PP_SHARED_MAGIC "pagepool"
+#define PP_SHARED_VERSION 1          /* of the file and of the page layout */
+#define PP_SHARED_PROCESSES 30
+#define PP_SHARED_FINGERPRINT 3584   /* most bytes of a fingerprint */
+
+/* A program that tests recovery defines PP_STEP to kill the process between two stores to shared memory. */
+#ifndef PP_STEP
+#define PP_STEP() ((void)0)
+#endif
+
+/* What the pages mean.  Copied when a process attaches, so that numbers cannot change after they were checked. */
+typedef struct pp_shared_shape {
+    char magic[8];
+    uint32_t byte_order; /* 0x01020304 */
+    uint32_t version;
+    pp_kv_layout layout;
+    int64_t num_blocks;        /* the most that the file has room for */
+    uint8_t channel_scale[16]; /* digest of k_channel_scale; zeros without it */
+    int32_t fingerprint_bytes;
+    char fingerprint[PP_SHARED_FINGERPRINT];
+} pp_shared_shape;
+
+typedef struct pp_shared_slot {
+    uint64_t state; /* 0: free */
+    uint64_t epoch; /* rises when the slot is taken and when it is freed */
+    uint64_t table; /* of processes, in which pid is a process: see pp_os_process_table */
+    uint64_t start; /* see pp_os_process_start */
+    int64_t pid;
+    uint64_t unused[3];
+} pp_shared_slot;
+
+/* The first page is never written once the file has its name.  The rest is read with atomic loads; every number from it
+ * is checked against the bounds after the load, because any process of the user can write it. */
+typedef struct pp_shared_header {
+    union {
+        pp_shared_shape shape;
+        unsigned char first_page[4096];
+    };
+    int64_t limit;
+    uint64_t unused[7];
+    pp_shared_slot slots[PP_SHARED_PROCESSES];
+} pp_shared_header;
+
+/* One process's view of a pool. */
+typedef struct pp_shared {
+    unsigned char *base; /* NULL: closed */
+    size_t bytes;
+    pp_shared_header *header;
+    uint64_t *words;
+    unsigned char *pages;
+    pp_shared_slot *slot; /* of this process */
+    uint64_t epoch;       /* of the slot when it was taken.  Equal to slot->epoch until the process gives it up. */
+    uint64_t bit;
+    int64_t num_blocks;
+    int64_t block_bytes;
+    int fd;
+    int lock_fd;
+    /* Private: blocks that this process freed last, as hints where to look for a free one.  num_hints <= num_blocks. */
+    int32_t *hints;
+    int64_t num_hints;
+    int64_t cursor; /* where the search for a free block goes on */
+    int64_t held;   /* blocks that have this process's bit */
+    int64_t peak;   /* most that `held` ever was */
+    struct pp_shared *next, *previous; /* all views of this process, for fork */
+} pp_shared;
+
+/* Bytes of the file; 0 if no file can have that many. */
+size_t pp_shared_bytes(int64_t num_blocks, int64_t block_bytes);
+
+/* Functions that return int return 0 or an errno. */
+
+/* Makes a pool in an empty file, with memory for the first `limit` blocks.  EEXIST: the file has a pool.  ENOSPC: the
+ * file system has too little memory.  ENOMEM: no file can have that many bytes. */
+int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit);
+
+/* Reads the shape of a pool.  EBADMSG: the file is not a pool of this version, or its sizes disagree. */
+int pp_shared_read(int fd, pp_shared_shape *shape);
+
+/* Attaches: maps the file, takes a slot and sweeps dead processes.  The shape must be one that pp_shared_read returned.
+ * On success `view` owns fd.  EUSERS: all slots are in use. */
+int pp_shared_open(pp_shared *view, int fd, const pp_shared_shape *shape);
+
+/* Drops all bits of this process and its slot: the view is stale from now on.  pp_shared_close also closes the file;
+ * the pages become private zeros, so that late readers and writers touch no block of another process.  pp_shared_free
+ * also unmaps them. */
+void pp_shared_leave(pp_shared *view);
+void pp_shared_close(pp_shared *view);
+void pp_shared_free(pp_shared *view);
+
+/* True when the view is closed: by pp_shared_close, in a child after fork, or because other processes took this one for
+ * dead. */
+static inline int pp_shared_is_stale(const pp_shared *view) {
+    return __atomic_load_n(&view->slot->epoch, __ATOMIC_ACQUIRE) != view->epoch;
+}
+
+/* Takes n free blocks, all or none.  PP_EXHAUSTED if there are fewer, after a sweep of dead processes, or if stale. */
+pp_status pp_shared_take(pp_shared *view, int32_t n, int32_t *blocks);
+
+/* Whether anything but this process holds the block. */
+static inline int pp_shared_is_held_elsewhere(const pp_shared *view, int32_t block) {
+    return ((uint32_t)__atomic_load_n(&view->words[block], __ATOMIC_ACQUIRE) & ~(uint32_t)view->bit) != 0;
+}
+
+/* Clears this process's bit of each block.  Its private count must be 0.  A block may be given twice. */
+void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n);
+
+/* Sweeps every dead process; returns how many there were. */
+int pp_shared_reap(pp_shared *view);
+
+/* Blocks that can be allocated now, and blocks with any holder.  O(num_blocks): about 30 us for 100,000. */
+int64_t pp_shared_count_free(const pp_shared *view);
+int64_t pp_shared_count_in_use(const pp_shared *view);
+
+/* The number of blocks that may be allocated, from 0 to num_blocks. */
+int64_t pp_shared_limit(const pp_shared *view);
+
+/* Sets the limit for all processes.  A higher one allocates memory first: ENOSPC.  A lower one returns the memory of
+ * free blocks above it to the system; blocks in use there stay until they are free. */
+int pp_shared_set_limit(pp_shared *view, int64_t limit);
+
+/* Number of processes that are attached. */
+int pp_shared_processes(const pp_shared *view);
+
+/* The first equation that does not hold between words and this process's counts, or NULL; `block` gets the block. */
+const char *pp_shared_audit(const pp_shared *view, const int32_t *counts, int32_t *block);
+
+#endif

@@ -1,0 +1,46 @@
+"""Shared pools for tests: a unique name, and child processes that end without running handlers of pytest."""
+
+import os
+import signal
+import traceback
+
+from pagepool import KvCachePool, KvLayout, PoolError
+
+__all__ = ["LAYOUT", "PoolError", "attach", "in_child", "kill", "new_name", "remove", "wait"]
+
+LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+
+
+def new_name():
+    return f"test-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def attach(shared, num_blocks=64, layout=LAYOUT, **options):
+    return KvCachePool.from_layout(layout, num_blocks, shared=shared, **options)
+
+
+def remove(name):
+    os.unlink(f"/dev/shm/pagepool-{name}")
+
+
+def in_child(function, *arguments):
+    """Run a function in a forked child; return its pid."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        function(*arguments)
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def wait(child):
+    """Return the exit status of a child, negative for a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill(child):
+    os.kill(child, signal.SIGKILL)
+    return wait(child)
