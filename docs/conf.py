@@ -21,7 +21,10 @@ smartquotes = False
 # prose, such as "sequence of int", so only names that begin with "pagepool." must be found.
 default_role = "py:obj"
 nitpicky = True
-nitpick_ignore = [("py:class", "pagepool.prefix.checkpoints.Stop"), ("py:class", "pagepool.memory.hybrid.HeldSlot")]
+nitpick_ignore = [
+    ("py:class", "pagepool.prefix.checkpoint_index.Stop"),
+    ("py:class", "pagepool.memory.hybrid.HeldSlot"),
+]
 nitpick_ignore_regex = [("py:.*", r"(?!pagepool\.).*")]
 
 napoleon_google_docstring = False

@@ -249,7 +249,7 @@ def test_a_read_only_peer_offers_nothing(options, pool, reader):
     pool.allocator.free([block])
 
 
-# A log handler like that of Ray Serve: it buffers in memory and flushes to a file.
+# A log handler as in Ray Serve: it buffers in memory and flushes to a file.
 LOGGED = """
 import logging.handlers, sys
 target = logging.FileHandler(sys.argv[1])
@@ -271,7 +271,7 @@ def test_the_handlers_of_the_process_stay_when_nixl_is_imported(tmp_path):
 
 
 def voluntary_switches():
-    """Return how often each thread of this process has gone to sleep."""
+    """Return how often each thread of this process has slept."""
     found = {}
     for place in Path("/proc/self/task").iterdir():
         lines = (place / "status").read_text().splitlines()
