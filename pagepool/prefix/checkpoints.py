@@ -208,6 +208,8 @@ class StateCheckpoints:
                     self.index.use(kept)
                     for target, source in zip(self._pool_views, self._copies, strict=True):
                         target[slot] = source[kept.slot]
+                    if self._stored is not None and kept.is_stored:
+                        self._stored.note_use(row[:position], key)
                     self._offer(kept)
             except BaseException:
                 theirs.state.reset()

@@ -308,6 +308,12 @@ class PrefixStore:
                 self._note_use(found[-1].name)
             return found
 
+    def note_use(self, name: bytes) -> None:
+        """Note that an entry was used. The next `write` marks it."""
+        if not self.is_inherited:
+            with self._look_up:
+                self._note_use(name)
+
     def _note_use(self, name: bytes) -> None:
         if self._writer is not None:  # a reader never writes it down
             self._used.add(name)

@@ -110,6 +110,11 @@ class StoredStates:
         place = link.load_state(names, tokens, self.state)
         return 0 if place < 0 else int(positions[place])
 
+    def note_use(self, row: NDArray[np.int32], key: bytes) -> None:
+        """Note that the state after the tokens of `row` was used in memory, so that the store drops it later."""
+        store = self._link.store
+        store.note_use(store.state_names(row, key)[-1])
+
     def offer(self, row: NDArray[np.int32], key: bytes, state: bytearray) -> bool:
         """Queue the state after the tokens of `row` to be written. False when the queue is full."""
         link = self._link

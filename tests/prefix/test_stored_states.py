@@ -211,6 +211,19 @@ def test_states_count_towards_the_bytes_of_the_store(tmp_path):
         Hybrid(tmp_path, max_bytes=9 << 20, layout=layout)
 
 
+def test_a_state_that_is_used_in_memory_again_and_again_stays_in_the_store(tmp_path):
+    world = Hybrid(tmp_path, max_bytes=9 << 20, budget=8 << 20)
+    for start in range(0, 6000, 20):
+        assert world.serve(range(9)) == (8 if start else 0)
+        world.serve(range(start + 1000, start + 1009))
+        if start % 200 == 0:
+            assert world.cache.flush()
+    assert world.store.stats()["evicted"] > 100
+    world = world.restart(tmp_path, max_bytes=9 << 20)
+    assert world.serve(range(9)) == 8
+    world.stop()
+
+
 def test_a_store_of_other_states_is_refused(tmp_path):
     world = Hybrid(tmp_path)
     layout = StateLayout(layers=[{"ssm": ((4,), "float32")}])
