@@ -15,6 +15,7 @@ from hashlib import blake2b, shake_256
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,6 +43,7 @@ RESERVED = 8 << 20  # bytes of a store without pages: the empty index, its log a
 LEAST_SLOTS = 4
 EVICTED_AT_ONCE = 64
 CANNOT_READ, CANNOT_WRITE = "a page cannot be read", "pages cannot be written"
+READER_SECONDS = 1.0  # for the writer to make its files, if both start at once
 MOST_NOTES = 64  # uses that wait for the next batch
 NO_PAGES = 16_384  # bytes of a slot if blocks have no pages, for recurrent states
 STATES = b"recurrent "  # begins the key of names of states; a `root_key` begins with another letter
@@ -180,14 +182,20 @@ class PrefixStore:
         """Open the files. A writer replaces files that are damaged or have another fingerprint by empty ones."""
         self._free: list[int] = []
         self.seed = bytes(SEED_BYTES)
-        try:
-            self.seed = self._open_files(self.folder / FILES[0])
-        except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
-            if self.is_writer and not _is_of_disk(error):
-                raise
-            self._note("it finds nothing", error)
-            self._close_index()
-            self.is_writer = False
+        give_up = monotonic() + READER_SECONDS
+        while True:
+            try:
+                self.seed = self._open_files(self.folder / FILES[0])
+                break
+            except (sqlite3.Error, OSError, ValueError, OverflowError) as error:
+                if self.is_writer and not _is_of_disk(error):
+                    raise
+                self._close_index()
+                if self.is_writer or monotonic() > give_up:
+                    self._note("it finds nothing", error)
+                    self.is_writer = False
+                    break
+                sleep(0.02)
         self._sum = PageSum(self.fingerprint, self.seed)
 
     def _open_files(self, index: Path) -> bytes:
@@ -204,6 +212,9 @@ class PrefixStore:
                 for name in FILES:
                     (self.folder / name).unlink(missing_ok=True)
                 self._open_writer(index)
+        if self._pages >= 0:  # of an earlier attempt
+            os.close(self._pages)
+            self._pages = -1
         flags = os.O_RDWR | os.O_CREAT if self.is_writer else os.O_RDONLY
         self._pages = os.open(self.folder / FILES[-1], flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._reader = StoreIndex(index, is_writer=False)

@@ -159,6 +159,23 @@ def test_one_process_writes_and_others_read(tmp_path):
     reader.stop()
 
 
+def test_a_reader_waits_for_the_files_of_a_writer_that_starts_at_the_same_time(tmp_path):
+    world = World(tmp_path)
+    world.run(range(20))
+    assert world.cache.flush()
+    world.store.flush()
+    index = world.store.folder / "index.sqlite"
+    index.rename(tmp_path / "later")
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(World, tmp_path)
+        time.sleep(0.2)
+        (tmp_path / "later").rename(index)
+        reader = opening.result()
+    assert reader.run(range(20)) == 5
+    reader.stop()
+    world.stop()
+
+
 def test_notes_of_uses_do_not_grow_without_bound(tmp_path):
     world = World(tmp_path, num_blocks=512, max_bytes=12 << 20)
     for start in range(0, 2000, 8):
