@@ -38,6 +38,7 @@ logger = logging.getLogger("pagepool")
 SEED_BYTES = 16
 NAME_BYTES = 16
 SUM_BYTES = 16
+SLOT_BYTES = 4  # of the number of a slot; a page of a block has one slot
 ALIGNMENT = 4096
 RESERVED = 8 << 20  # bytes of a store without pages: the empty index, its log and the small files
 LEAST_SLOTS = 4
@@ -69,8 +70,9 @@ class PageSum:
     """
 
     def __init__(self, fingerprint: Fingerprint, seed: bytes) -> None:
-        self._key = blake2b(fingerprint.digest + seed).digest()
-        self.words = shake_256(self._key).digest(SUM_KEY_BYTES)
+        key = blake2b(fingerprint.digest + seed).digest()
+        self._empty = blake2b(key=key, digest_size=SUM_BYTES)
+        self.words = shake_256(key).digest(SUM_KEY_BYTES)
 
     def of(self, name: bytes, page: Any) -> bytes:
         """Return the 16 bytes of a page."""
@@ -79,7 +81,9 @@ class PageSum:
     def of_sums(self, name: bytes, num_bytes: int, sums: bytes) -> bytes:
         """Return the 16 bytes of a page of `num_bytes` with these sums of its chunks, under the key `words`."""
         head = len(name).to_bytes(8, "little") + name + num_bytes.to_bytes(8, "little")
-        return blake2b(head + sums, key=self._key, digest_size=SUM_BYTES).digest()
+        found = self._empty.copy()
+        found.update(head + sums)
+        return found.digest()
 
 
 class PrefixStore:
@@ -334,14 +338,10 @@ class PrefixStore:
 
         The caller holds the only reference to each block. Blocks behind the returned number have any content.
         """
-        size, offsets = self.fingerprint.page_bytes, []
-        for entry in entries:
-            slots = self._slots(entry, size)
-            if slots is None:
-                break
-            offsets.append(slots[0] * self.slot_bytes)
-        places, count = np.array(offsets, np.int64), 0
-        ids = np.array(blocks[: len(offsets)], np.int32)
+        size, count = self.fingerprint.page_bytes, 0
+        good = list(takewhile(lambda entry: len(entry.slots) == SLOT_BYTES and entry.length == size, entries))
+        places = np.frombuffer(b"".join([entry.slots for entry in good]), np.uint32).astype(np.int64) * self.slot_bytes
+        ids = np.array(blocks[: len(good)], np.int32)
         loaded = load_pages(allocator, self._pages, places, ids, self._sum.words, size)
         for entry, sums in zip(entries, loaded, strict=False):
             if isinstance(sums, int) or self._sum.of_sums(entry.name, size, sums) != entry.sum:
@@ -384,8 +384,8 @@ class PrefixStore:
 
     def _slots(self, entry: Entry, num_bytes: int) -> array[int] | None:
         """Return the slots of an entry, or None when it cannot be the entry of a page of this size."""
-        slots = array("I", entry.slots)
-        if entry.length != num_bytes or len(slots) != self._num_slots_of(num_bytes):
+        slots = slots_of(entry.slots)
+        if slots is None or entry.length != num_bytes or len(slots) != self._num_slots_of(num_bytes):
             return None
         return None if max(slots) * self.slot_bytes >= 1 << 62 else slots
 

@@ -59,7 +59,8 @@ class StoreIndex:
     """The rows of a store. Not thread-safe: the caller must not make two calls at once.
 
     Every method raises `sqlite3.Error` for a file that is damaged, full or locked by another process for too long.
-    Values from a damaged file may have any type and content. The caller checks types, and sums decide about pages.
+    Values from a damaged file may have any type and content: the slots of an `Entry` are bytes of any length, its sum
+    may be anything. The caller checks them, and sums decide about pages.
 
     Parameters
     ----------
@@ -128,7 +129,7 @@ class StoreIndex:
             rows = {row[0]: row for row in self._db.execute(query, chunk).fetchall()}
             for name, wanted in zip(chunk, tokens[begin : begin + count], strict=True):
                 row = rows.get(name)
-                if row is None or row[4] != wanted or slots_of(row[1]) is None or type(row[2]) is not int:
+                if row is None or row[4] != wanted or type(row[1]) is not bytes or type(row[2]) is not int:
                     return found
                 found.append(Entry(*row[:4]))
             count = AT_ONCE
@@ -143,7 +144,7 @@ class StoreIndex:
             rows = {row[0]: row for row in self._db.execute(query, chunk).fetchall()}
             for place in range(end - 1, end - len(chunk) - 1, -1) if rows else ():
                 row = rows.get(names[place])
-                if row is not None and row[4] == tokens[place] and slots_of(row[1]) is not None:
+                if row is not None and row[4] == tokens[place] and type(row[1]) is bytes:
                     return place, Entry(*row[:4])
         return None
 

@@ -75,8 +75,7 @@ class StoreLink:
         finally:
             fresh.give_back()
             held.give_back()
-            if len(self.queue) or self.queue.has_found or self.store.has_notes:  # other uses wait for the next batch
-                self._writer.wake()
+            self.wake()
 
     def _promote(
         self, cache: Any, row: Any, keys: dict[str, Any], known: int, held: BlockRefs, fresh: BlockRefs
@@ -117,8 +116,9 @@ class StoreLink:
         return all(each.offer_states() for each in list(self.checkpoints))
 
     def wake(self) -> None:
-        """Let the thread write what is in the queue."""
-        self._writer.wake()
+        """Let the thread write what is in the queues. A few notes of uses wait for the next batch."""
+        if len(self.queue) or len(self.states) or self.queue.has_found or self.store.has_notes:
+            self._writer.wake()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all pages of the queue are written; return whether they are, within `timeout` seconds."""
