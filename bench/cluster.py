@@ -22,13 +22,16 @@ import argparse
 import asyncio
 import inspect
 import json
+import logging
 import os
 import signal
 import sys
+import threading
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 
@@ -38,7 +41,8 @@ from pagepool.engine import Engine, SamplingParams
 from pagepool.integrations.transformers.pretrained import load_pretrained
 
 MODEL = Path(__file__).resolve().parent / "tiny_llama"
-PICTURE = Path(__file__).resolve().parents[1] / "build" / "cluster.svg"
+BUILD = Path(__file__).resolve().parents[1] / "build"
+PICTURE, MESSAGES = BUILD / "cluster.svg", BUILD / "cluster.log"
 PORT = 8702
 URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 120
@@ -145,6 +149,20 @@ def compare(answers: list[Answer], wanted: list[list[tuple[str, bool]]]) -> tupl
     return near, wrong
 
 
+class MainThreadOutput:
+    """A stream that writes the text of the main thread to `terminal`, and of all other threads to `log`.
+
+    A thread of Ray prints a message for each process that is killed. They would appear between the tables.
+    """
+
+    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+        self._terminal, self._log = terminal, log
+
+    def __getattr__(self, name: str) -> Any:
+        stream = self._terminal if threading.current_thread() is threading.main_thread() else self._log
+        return getattr(stream, name)
+
+
 class Running:
     """A running cluster, queried through Serve's handles."""
 
@@ -152,6 +170,7 @@ class Running:
         from ray import serve as ray_serve
 
         self._serve = ray_serve
+        logging.getLogger("ray.serve").setLevel("ERROR")
         engine = {"num_blocks": 1024}
         self.front_end = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine=engine)
         self.wait(lambda: len(self.workers()) == 3)
@@ -277,24 +296,26 @@ def draw(answers: list[Answer], began: float, killed_at: float, killed: str) -> 
     figure.legend(loc="outside right upper", fontsize="small", markerscale=3, title="each mark is a token")
     axes.set(xlabel="seconds", ylabel="requests, by shared beginning", yticks=[], xlim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
-    PICTURE.parent.mkdir(exist_ok=True)
     figure.savefig(PICTURE)
-    print(f"picture: {PICTURE.relative_to(Path.cwd()) if PICTURE.is_relative_to(Path.cwd()) else PICTURE}")
+    print(f"picture: {os.path.relpath(PICTURE)}")
 
 
 def main() -> int:
+    """Run the demo and return its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kill", choices=("decode", "prefill", "front_end", "none"), default="decode")
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
     texts = prompts()
     wanted = answers_of_one_engine(texts)
-    cluster = Running()
-    try:
-        right = [run(cluster, number, options.kill, texts, wanted) for number in range(1, options.runs + 1)]
-    finally:
-        cluster.close()
-    print(f"{sum(right)} of {len(right)} runs right")
+    BUILD.mkdir(exist_ok=True)
+    with MESSAGES.open("w", encoding="utf-8") as log, redirect_stdout(MainThreadOutput(sys.stdout, log)):
+        cluster = Running()
+        try:
+            right = [run(cluster, number, options.kill, texts, wanted) for number in range(1, options.runs + 1)]
+        finally:
+            cluster.close()
+        print(f"{sum(right)} of {len(right)} runs right; Ray's messages: {os.path.relpath(MESSAGES)}")
     return 0 if all(right) else 1
 
 

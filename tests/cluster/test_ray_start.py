@@ -1,6 +1,10 @@
 """A cluster on Ray starts, grows, and reports why it cannot start. `make test-ray` creates an environment."""
 
+import contextlib
+import importlib.util
+import io
 import random
+import sys
 import threading
 import time
 import warnings
@@ -24,6 +28,20 @@ URL = f"http://127.0.0.1:{PORT}"
 SECONDS = 180
 
 pytestmark = MARKS
+
+
+def test_messages_of_ray_s_threads_do_not_reach_the_tables_of_the_demo():
+    spec = importlib.util.spec_from_file_location("demo", MODEL.parent / "cluster.py")
+    demo = sys.modules["demo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(demo)
+    terminal, log = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(demo.MainThreadOutput(terminal, log)):
+        thread = threading.Thread(target=print, args=("A worker died",))
+        thread.start()
+        thread.join()
+        print("a table")
+    assert (terminal.getvalue(), log.getvalue()) == ("a table\n", "A worker died\n")
+    assert len({prompt[:900] for prompt in demo.prompts()}) == demo.NUM_BEGINNINGS
 
 
 def test_a_worker_that_cannot_start_says_why_and_leaves_no_ray():
