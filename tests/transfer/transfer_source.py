@@ -171,7 +171,7 @@ def race(source, reader, pool, reads, pages_per_read, seed=2):
         blocks = pool.allocator.allocate_n(pages_per_read).tolist()
         reader.read(ticket, blocks)
         (result,) = reader.poll(60)
-        assert not result.error or "not those of the ticket" in result.error, result.error
+        assert not result.error or "do not match the ticket" in result.error, result.error
         pairs = zip(blocks, ticket.blocks, strict=True)
         right = {block for block, pair in pairs if (words[block] == content(*pair)).all()}
         counts["accepted"] += len(result.loaded)
