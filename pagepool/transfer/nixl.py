@@ -24,7 +24,8 @@ __all__ = ["NixlTransfer"]
 # Transfers of CPU memory need neither a GPU nor CUDA, so any package in this list works.
 BACKENDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 # Microseconds that NIXL's progress thread sleeps while it is idle; a request wakes it. NIXL's Python API sets 0, and
-# then an idle thread uses a full core.
+# then an idle thread uses a full core: 90 % of one instead of 2 %. Reads of 16 pages of 32 KiB after 0.3 s without a
+# request take 0.7 ms (median) with both values, and over TCP 1.8 ms with 500.
 IDLE_PAUSE = 500
 DIGEST_BYTES = 32  # a SHA-256 digest, which precedes NIXL's metadata
 

@@ -289,3 +289,15 @@ def test_the_thread_that_serves_sleeps_while_nothing_comes(pool):
         slept = {thread: count - begun[thread] for thread, count in voluntary_switches().items() if thread in begun}
     new = [count for thread, count in slept.items() if thread not in before]
     assert new and max(new) >= 20, f"threads of NIXL slept so often in a second: {new}"
+
+
+def test_a_request_wakes_the_thread_that_serves(tcp, pool, reader):
+    """Over TCP the source's thread answers. Here its pause is longer than the time that the read may take."""
+    source = SourceProcess(LAYOUT, NUM_BLOCKS, pause=600_000_000)
+    try:
+        reader.meet(source.describe())
+        for _ in range(3):
+            assert read(reader, pool, source.offer([3, 5], 600.0), seconds=60) == ([0, 1], [], "")
+            time.sleep(0.05)  # the thread sleeps again
+    finally:
+        source.end()

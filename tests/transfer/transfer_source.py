@@ -15,7 +15,7 @@ import pytest
 
 from pagepool import KvCachePool
 from pagepool.memory.generations import BlockGenerations
-from pagepool.transfer import protocol
+from pagepool.transfer import nixl, protocol
 from pagepool.transfer.nixl import NixlTransfer, load_nixl
 
 
@@ -99,7 +99,9 @@ class Source:
         self.transfer.close()
 
 
-def serve(pipe, *arguments):
+def serve(pipe, pause, *arguments):
+    if pause is not None:
+        nixl.IDLE_PAUSE = pause
     source = Source(*arguments)
     reused = 0
     reuses = False
@@ -117,12 +119,15 @@ def serve(pipe, *arguments):
 
 
 class SourceProcess:
-    """Starts the process. Each method of `Source` sends a request and waits for the answer."""
+    """Starts the process. Each method of `Source` sends a request and waits for the answer.
 
-    def __init__(self, layout, num_blocks, name="source"):
+    `pause` replaces the microseconds that NIXL's thread sleeps while it is idle.
+    """
+
+    def __init__(self, layout, num_blocks, name="source", pause=None):
         context = multiprocessing.get_context("spawn")
         self.pipe, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, layout, num_blocks, name), daemon=True)
+        self.process = context.Process(target=serve, args=(other, pause, layout, num_blocks, name), daemon=True)
         self.process.start()
         other.close()
 
