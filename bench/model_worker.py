@@ -1,9 +1,12 @@
 """Worker process of models.py for one side: python model_worker.py '{"side": ..., "folder": ..., "dtype": ...}'
 
+    {"workload": [sequences, shared, own, new], "round": null}
+    ->  {}
     {"workload": [sequences, shared, own, new], "round": number}
-    ->  {"first": seconds, "all": seconds, "step": seconds, "bytes": n, "tokens": [[...]], "turns": share}
+    ->  {"first": seconds, "all": seconds, "step": seconds, "cpu": seconds, "bytes": n, "tokens": [[...]], "turns": share}
 
-`step` is the median time of a decode step. `turns` is measured for prompts with a shared prefix, sent one after
+`null` asks for a warm-up. `step` is the median time of a decode step, and `cpu` the CPU time of the process in it. With
+one thread, other load on the machine changes the CPU time much less than the time. `turns` is measured for prompts with a shared prefix, sent one after
 another. It is the time to the first token of later requests, relative to the first request. `--make MODEL FOLDER
 DTYPE` writes a model with random weights.
 """
@@ -64,9 +67,9 @@ class Transformers:
         torch.set_num_threads(threads)
         transformers.logging.set_verbosity_error()
         self.torch = torch
-        self.stamps = []  # when each forward began
+        self.stamps = []  # time and CPU time at which each forward began
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-        self.model.register_forward_pre_hook(lambda *arguments: self.stamps.append(time.perf_counter()))
+        self.model.register_forward_pre_hook(lambda *arguments: self.stamps.append(stamp()))
 
     def tokens(self, prompts, new):
         ids = self.torch.tensor(prompts)
@@ -133,11 +136,11 @@ class Vllm:
             max_model_len=LONGEST,
             seed=SEED,
         )
-        self.stamps = []  # when each step began
+        self.stamps = []  # time and CPU time at which each step began
         step = self.llm.llm_engine.step
 
         def stamped():
-            self.stamps.append(time.perf_counter())
+            self.stamps.append(stamp())
             return step()
 
         self.llm.llm_engine.step = stamped
@@ -170,6 +173,11 @@ def prompts_of(sequences, shared, own, draw):
     return [[*beginning, *(numbers.randrange(3, VOCABULARY) for _ in range(own))] for _ in range(sequences)]
 
 
+def stamp():
+    """Return the time and the CPU time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()
+
+
 def timed(side, prompts, new):
     began = time.perf_counter()
     tokens = side.tokens(prompts, new)
@@ -187,18 +195,21 @@ def forget_peak():
 
 
 def measure(side, number, sequences, shared, own, new):
-    seed = SEED + 4 * number
-    if number == 0:  # warm-up: the first calls of a shape allocate and compile
-        side.tokens(prompts_of(sequences, shared, own, seed + 3), 3)
+    if number is None:  # warm-up: the first calls of a shape allocate and compile
+        side.tokens(prompts_of(sequences, shared, own, SEED + 1_000_000), 3)
+        return {}
+    seed = SEED + 3 * number
     forget_peak()
     first, _ = timed(side, prompts_of(sequences, shared, own, seed), 1)
     side.stamps.clear()
     every, tokens = timed(side, prompts_of(sequences, shared, own, seed + 1), new)
-    steps = list(map(float.__sub__, side.stamps[1:], side.stamps))[-(new // 2) :]
+    stamps = side.stamps[-(new // 2) - 1 :]
+    steps, cpu = (list(map(float.__sub__, column[1:], column)) for column in zip(*stamps, strict=True))
     found = {
         "first": first,
         "all": every,
         "step": median(steps),
+        "cpu": median(cpu),
         "bytes": peak_bytes(),
         "tokens": tokens,
         "turns": None,
