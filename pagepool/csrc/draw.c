@@ -16,6 +16,24 @@ void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sum
     pp_modes_leave(modes);
 }
 
+/* Maps bf16 to integers in the same order. -0 is below 0. */
+static inline int16_t rank_of(uint16_t half) { return (int16_t)(half ^ (0x7fff & -(half >> 15))); }
+
+int64_t pp_largest_bf16(const uint16_t *logits, int64_t n) {
+    enum { INFINITE = 0x7f80 };
+    int16_t most = INT16_MIN, magnitude = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const int16_t rank = rank_of(logits[i]), size = (int16_t)(logits[i] & 0x7fff);
+        most = rank > most ? rank : most;
+        magnitude = size > magnitude ? size : magnitude;
+    }
+    if (magnitude > INFINITE || most == INFINITE || most == rank_of(0x8000 | INFINITE)) return -1;
+    const int16_t least = most == 0 ? -1 : most; /* 0 and -0 are equal */
+    int64_t place = 0;
+    while (rank_of(logits[place]) < least) place++;
+    return place;
+}
+
 double pp_draw_total(const float *sums, int64_t num_chunks) {
     double total = 0.0;
     for (int64_t i = 0; i < num_chunks; i++) total += sums[i];

@@ -221,6 +221,11 @@ typedef struct pp_kernels {
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
     void (*weigh_tokens)(const float *logits, int64_t n, float most, float scale, float *weights, float *sums);
     void (*keep_ahead)(float *weights, int64_t num_chunks, int64_t place, float *sums);
+    /* One row each of elementwise.h. */
+    void (*rms_norm_row)(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t n,
+                         uint16_t *sum, uint16_t *out);
+    void (*rotate_row)(uint16_t *x, const uint16_t *cos, const uint16_t *sin, int64_t heads, int64_t dim);
+    void (*lookup_mul_row)(const uint16_t *gate, const uint16_t *up, const uint16_t *table, int64_t n, uint16_t *out);
 } pp_kernels;
 
 extern const pp_tile_kernels pp_tiles_baseline;

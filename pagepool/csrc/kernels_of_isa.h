@@ -6,6 +6,7 @@
 #include "unit_rows.h"
 #include "decode_math.h"
 #include "draw_kernel.h"
+#include "elementwise_kernel.h"
 #include "prefetch.h"
 
 #include "transpose_block.h"
@@ -56,6 +57,9 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
         .widen = {copy_to_f32, widen_f16, widen_bf16},          \
         .weigh_tokens = weigh_tokens,                           \
         .keep_ahead = keep_ahead,                               \
+        .rms_norm_row = rms_norm_row,                           \
+        .rotate_row = rotate_row,                               \
+        .lookup_mul_row = lookup_mul_row,                       \
     }
 #define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 

@@ -1,11 +1,11 @@
 """Sample the next token by its probability. Internal: for `pagepool.engine.sampling`."""
 
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint16_t
 from libc.stdlib cimport free, malloc
 
-from pagepool.memory.kernels cimport c_draw, c_draw_total, c_keep_ahead, c_weigh
+from pagepool.memory.kernels cimport c_draw, c_draw_total, c_keep_ahead, c_largest_bf16, c_weigh
 
-__all__ = ["draw"]
+__all__ = ["draw", "largest"]
 
 cdef extern from "draw.h" nogil:
     enum:
@@ -85,3 +85,31 @@ def draw(const float[::1] logits, float most, double temperature, double top_p, 
                 return place
     finally:
         free(weights)
+
+
+def largest(const uint16_t[:, ::1] rows):
+    """Return the index of the largest element of each row, the first one if several are equal. Releases the GIL.
+
+    Parameters
+    ----------
+    rows : ndarray of uint16, shape (n, vocab_size)
+        The bits of bfloat16 numbers.
+
+    Returns
+    -------
+    list of int
+        -1 for a row with NaN, or with an infinite largest element.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> largest(np.array([[0x3f80, 0x4000, 0x4000]], np.uint16))  # 1.0, 2.0, 2.0
+    [1]
+    """
+    cdef int64_t i, n = rows.shape[0], place
+    found = []
+    for i in range(n):
+        with nogil:
+            place = c_largest_bf16(&rows[i, 0], rows.shape[1]) if rows.shape[1] else -1
+        found.append(place)
+    return found

@@ -19,6 +19,7 @@ from pagepool._arguments import integer
 from pagepool.config import SchedulerConfig
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
+from pagepool.engine.logits import Logits
 from pagepool.engine.memory import check_memory, pool_tokens, present
 from pagepool.engine.openmp import OpenmpWorkers
 from pagepool.engine.prompt_logprobs import PromptLogprobs
@@ -341,6 +342,7 @@ class Engine(Intake):
         self._seconds["model_seconds"] += model_seconds
         tokens: list[int | None] = [None] * len(batch)
         pieces = []
+        largest = rows.largest() if any(request.sampler.takes_largest for request in requests) else []
         for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):
             begin, end = ends[place : place + 2]
             if begin != end:
@@ -351,6 +353,10 @@ class Engine(Intake):
                         continue
                     if request.request.params.max_new_tokens == 0:
                         tokens[place] = 0
+                        continue
+                    if request.sampler.takes_largest and largest[end - 1] >= 0:
+                        tokens[place] = token = request.sampler.take(largest[end - 1])
+                        pieces.append((seq_id, request, token, (None, {})))
                         continue
                     logits = rows[end - 1]
                     tokens[place] = token = request.sampler.sample(logits)
@@ -368,13 +374,13 @@ class Engine(Intake):
         self._end_finished()
         self._seconds["step_seconds"] += perf_counter() - began
 
-    def _run_model(self, batch: Any, requests: list[_Running]) -> tuple[Any, list[int]]:
+    def _run_model(self, batch: Any, requests: list[_Running]) -> tuple[Logits, list[int]]:
         """Run the model on a batch.
 
         Returns
         -------
-        rows : ndarray, shape (n, vocab_size)
-            Logits of all sequences, one sequence after the other. A sequence has a row for its last token if
+        rows : Logits
+            Rows of all sequences, one sequence after the other. A sequence has a row for its last token if
             `batch.wants_token` is set, and one for each prompt token with requested log probabilities.
         ends : list of int
             The rows of sequence i are `rows[ends[i]:ends[i + 1]]`.
@@ -384,11 +390,13 @@ class Engine(Intake):
             if running.prompt is not None:
                 fed = self.scheduler.get_sequence(batch.seq_ids[place]).fed
                 keep[place] = max(keep[place], running.prompt.num_wanted(fed))
-        if sum(keep) == sum(batch.wants_token):
+        if hasattr(self.runner, "logits"):
+            logits = self.runner.logits(batch.tokens, batch.states, keep)
+        elif sum(keep) == sum(batch.wants_token):
             logits = self.runner.run(batch)
         else:
             logits = self.runner.forward(batch.tokens, batch.states, keep)
-        return np.asarray(logits), [0, *accumulate(keep)]
+        return Logits(np.asarray(logits)), [0, *accumulate(keep)]
 
     def _note_begun(self, requests: list[_Running]) -> None:
         """Set `scheduled_at` of the generations in their first step."""

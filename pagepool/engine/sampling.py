@@ -260,6 +260,18 @@ class Sampler:
         self._adjuster.add(token)
         return token
 
+    @property
+    def takes_largest(self) -> bool:
+        """True if the next token is the one with the largest logit, and the request needs no other logit."""
+        params = self.params
+        is_greedy = params.temperature == 0.0 and params.logprobs is None
+        return is_greedy and self._adjuster is None and self._num_tokens >= params.min_tokens
+
+    def take(self, token: int) -> int:
+        """Count a token that was chosen without `sample`, because `takes_largest` was true. Return it."""
+        self._num_tokens += 1
+        return token
+
     def _choose(self, logits: Any) -> int:
         params = self.params
         if self._num_tokens < params.min_tokens:

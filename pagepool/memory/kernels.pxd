@@ -1,9 +1,9 @@
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from pagepool.csrc cimport pp_decode_args, pp_dtype, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_status
 
 
-# As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h.
+# As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h and elementwise.h.
 cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
                                 pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil
 cdef pp_status c_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
@@ -15,6 +15,13 @@ cdef void c_weigh(const float *logits, int64_t n, float most, float scale, float
 cdef void c_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept nogil
 cdef double c_draw_total(const float *sums, int64_t num_chunks) noexcept nogil
 cdef int64_t c_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept nogil
+cdef int64_t c_largest_bf16(const uint16_t *logits, int64_t n) noexcept nogil
+cdef void c_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
+                     int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept nogil
+cdef void c_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows, int64_t heads,
+                   int64_t dim, int num_threads) noexcept nogil
+cdef void c_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
+                       int64_t n, uint16_t *out, int num_threads) noexcept nogil
 cdef int c_default_num_threads() noexcept nogil
 cdef int c_num_threads_forced_unusable() noexcept nogil
 cdef const char *c_isa() noexcept nogil

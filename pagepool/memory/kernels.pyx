@@ -5,7 +5,7 @@ modules repeat only small functions (locks, pages), 13 to 29 each. A shared obje
 and take 0.1 ms more to load.
 """
 
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from pagepool.csrc cimport (
     pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_isa, pp_isa_available, pp_isa_forced_unavailable,
@@ -17,12 +17,21 @@ from pagepool.csrc cimport (
 __all__ = []
 
 
-# Declared here and not in a .pxd that other packages cimport: this header is not shipped.
+# Declared here and not in a .pxd that other packages cimport: these headers are not shipped.
 cdef extern from "draw.h" nogil:
     void pp_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept
     void pp_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept
     double pp_draw_total(const float *sums, int64_t num_chunks) noexcept
     int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept
+    int64_t pp_largest_bf16(const uint16_t *logits, int64_t n) noexcept
+
+cdef extern from "elementwise.h" nogil:
+    void pp_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
+                     int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept
+    void pp_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows, int64_t heads,
+                   int64_t dim, int num_threads) noexcept
+    void pp_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
+                       int64_t n, uint16_t *out, int num_threads) noexcept
 
 
 cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
@@ -61,6 +70,25 @@ cdef double c_draw_total(const float *sums, int64_t num_chunks) noexcept nogil:
 
 cdef int64_t c_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept nogil:
     return pp_draw(weights, sums, num_chunks, number)
+
+
+cdef int64_t c_largest_bf16(const uint16_t *logits, int64_t n) noexcept nogil:
+    return pp_largest_bf16(logits, n)
+
+
+cdef void c_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
+                     int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept nogil:
+    pp_rms_norm(x, delta, weight, eps, rows, n, sum, out, num_threads)
+
+
+cdef void c_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows, int64_t heads,
+                   int64_t dim, int num_threads) noexcept nogil:
+    pp_rotate(x, stride, cos, sin, rows, heads, dim, num_threads)
+
+
+cdef void c_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
+                       int64_t n, uint16_t *out, int num_threads) noexcept nogil:
+    pp_lookup_mul(gate, up, stride, table, rows, n, out, num_threads)
 
 
 cdef int c_default_num_threads() noexcept nogil:

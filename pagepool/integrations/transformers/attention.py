@@ -74,7 +74,7 @@ class Hooks:
     steps_in_place : set of int
         Layers that update their recurrent states in the slots of the running step.
     packed : PackedLinears or None
-        Linear layers over packed weights.
+        Linear layers over packed weights. Set by `use`.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -85,12 +85,21 @@ class Hooks:
         self._forwards = {module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted}
         self.steps_in_place: set[int] = set()
         self.packed: PackedLinears | None = None
+        self._replaced: dict[torch.nn.Module, Callable[..., Any]] | None = None
         with self._lock:  # another runner of this model may have replaced forwards
             for module in model.modules():
                 forward = forward_in_place(module)
                 if forward is not None:
                     self._forwards[module] = forward
                     self.steps_in_place.add(module.layer_idx)
+
+    def use(self, packed: PackedLinears | None, fused: dict[torch.nn.Module, Callable[..., Any]] | None = None) -> None:
+        """Set the packed linear layers, and the fused forwards of other modules. None: the model's own."""
+        self.packed, self._replaced = packed, None
+        if packed is not None:
+            forwards = self._forwards | packed.forwards | (fused or {})
+            inner = {part for module in fused or () for part in module.modules() if part is not module}
+            self._replaced = {module: forward for module, forward in forwards.items() if module not in inner}
 
     def has_adapter(self, layer: int) -> bool:
         """Return whether this layer's attention does not call the attention function but has a replacement forward."""
@@ -111,7 +120,7 @@ class Hooks:
 
     @contextmanager
     def over_pages(self) -> Iterator[None]:
-        """Context manager in which the model uses the pages, recurrent states and packed weights of the running step.
+        """Context manager in which the model uses the pages and states of the running step, and all replaced forwards.
 
         Raises RuntimeError if a weight was changed since it was packed.
         """
@@ -119,7 +128,8 @@ class Hooks:
         with self.calling(IMPLEMENTATION):
             if self.packed is not None:
                 self.packed.require_unchanged()
-                forwards = forwards | self.packed.forwards
+            if self._replaced is not None:
+                forwards = self._replaced
             own = {module: vars(module)["forward"] for module in forwards if "forward" in vars(module)}
             for module, forward in forwards.items():
                 vars(module)["forward"] = forward  # 10 times faster than torch's `__setattr__`

@@ -69,7 +69,7 @@ class PagedForward:
         Returns
         -------
         torch.Tensor
-            float32 (sum of keep, vocab_size): logits, sequence after sequence.
+            (sum of keep, vocab_size), in the model's dtype: logits, sequence after sequence.
         """
         counts = [len(row) for row in tokens]
         starts = [sequence.len - count for sequence, count in zip(sequences, counts, strict=True)]
@@ -103,7 +103,7 @@ class PagedForward:
             for row, of_row in zip(rows, logits, strict=True):
                 wanted = min(max(keep[row] - (counts[row] - end), 0), end - begin)
                 found[row].append(of_row[of_row.shape[0] - wanted :])
-        return torch.cat([part for parts in found for part in parts]).float()
+        return torch.cat([part for parts in found for part in parts])
 
     def _run_flat(
         self,
@@ -126,7 +126,7 @@ class PagedForward:
         # The model must compute logits of at least one token.
         rows = torch.from_numpy(wanted) if len(wanted) else torch.tensor([0])
         logits = self._call(step, ids, torch.from_numpy(positions)[None], cache, rows)[0]
-        return logits[: len(wanted)].float()
+        return logits[: len(wanted)]
 
     def _run_states(
         self,

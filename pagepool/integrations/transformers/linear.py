@@ -200,6 +200,11 @@ class PackedLinears:
                     groups[:0] = [[linear] for linear in group]
         self.forwards = dict(pair for layer in self._layers for pair in layer.forwards())
 
+    @property
+    def layers(self) -> Sequence[PackedLayer]:
+        """The packed layers."""
+        return self._layers
+
     def weight_of(self, linear: torch.nn.Module) -> torch.Tensor:
         """Return a copy of the weight of a packed layer, computed from the packed weight."""
         layer = next(layer for layer in self._layers if linear in layer.linears)

@@ -294,6 +294,30 @@ class ModelRunner:
         ValueError
             A sequence is longer than `length_limit`. Nothing is stored.
         """
+        return self._logits(tokens, sequences, keep).float()
+
+    def logits(self, tokens: Sequence[Sequence[int]], sequences: Sequence[Any], keep: Sequence[int]) -> Any:
+        """Run the last tokens of sequences as `forward`, without the conversion of logits in bfloat16.
+
+        Parameters
+        ----------
+        tokens, sequences, keep : sequence
+            As for `forward`.
+
+        Returns
+        -------
+        ndarray, shape (sum of keep, vocab_size)
+            uint16 with the bits of bfloat16 for a model in bfloat16, otherwise float32.
+
+        Raises
+        ------
+        ValueError
+            As `forward`.
+        """
+        rows = self._logits(tokens, sequences, keep)
+        return rows.view(torch.uint16).numpy() if rows.dtype is torch.bfloat16 else rows.float().numpy()
+
+    def _logits(self, tokens: Sequence[Sequence[int]], sequences: Sequence[Any], keep: Sequence[int]) -> torch.Tensor:
         longest = max((sequence.len for sequence in sequences), default=0)
         if self.length_limit is not None and longest > self.length_limit:
             raise ValueError(
@@ -318,7 +342,7 @@ class ModelRunner:
         self.checkpoints = None
         self._memory.close()
         if self._give_back_weights is not None:
-            self._paged_forward.hooks.packed = None
+            self._paged_forward.hooks.use(None)
             self._give_back_weights()
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from pagepool.integrations.transformers.attention import Hooks
 from pagepool.integrations.transformers.forward import PagedForward
+from pagepool.integrations.transformers.fused import fused_forwards
 from pagepool.integrations.transformers.layout import Unsupported, read_layout
 from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
@@ -152,7 +153,7 @@ def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> lis
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.append(count)
         try:
-            logits = forward(memory, tokens, sequences, counts, seen)
+            logits = forward(memory, tokens, sequences, counts, seen).float()
         except IndexError as error:
             if not seen:
                 raise
@@ -191,7 +192,7 @@ def pack_linears(forward: PagedForward, drops: bool) -> PackedLinears | None:
         packed = PackedLinears(model, prompts[0], fuses, drops)
         if not packed.forwards:
             return None
-        hooks.packed = packed
+        hooks.use(packed)
         try:
             with torch.inference_mode():
                 found = logits_over_pages(forward, prompts)
@@ -202,11 +203,25 @@ def pack_linears(forward: PagedForward, drops: bool) -> PackedLinears | None:
             is_equal = all(torch.equal(torch.cat(parts), logits) for parts, logits in zip(found, whole, strict=True))
             off = f"its logits change by {difference(found, whole):.1e} of the largest"
             if is_equal or (model.dtype is torch.float32 and difference(found, whole) <= TOLERANCE):
+                fuse(forward, packed, prompts, whole)
                 return packed
-        hooks.packed = None
+        hooks.use(None)
         packed.close()
     logger.warning("%s runs with weights that are not packed: %s", type(model).__name__, off)
     return None
+
+
+def fuse(forward: PagedForward, packed: PackedLinears, prompts: list[torch.Tensor], own: list[torch.Tensor]) -> None:
+    """Use fused forwards of decoder layers, norms and MLPs if the logits of all prompts stay the same, bit by bit."""
+    fused = fused_forwards(forward.model, packed)
+    if not fused:
+        return
+    forward.hooks.use(packed, fused)
+    with torch.inference_mode():
+        found = [torch.cat(parts) for parts in logits_over_pages(forward, prompts)]
+    if not all(map(torch.equal, found, own)):
+        forward.hooks.use(packed)
+        logger.warning("%s runs without fused operations: its logits change", type(forward.model).__name__)
 
 
 def difference(chunks: list[list[torch.Tensor]], own: list[torch.Tensor]) -> float:

@@ -1,0 +1,42 @@
+"""Operations between linear layers in bfloat16, with the bits of torch's eager mode. Internal: for `fused`.
+
+Arguments are addresses of contiguous bfloat16 rows, as `torch.Tensor.data_ptr` returns them. They are not checked.
+"""
+
+from libc.stdint cimport int64_t, uint16_t, uintptr_t
+
+from pagepool.memory.kernels cimport c_lookup_mul, c_rms_norm, c_rotate
+
+__all__ = ["lookup_mul", "rms_norm", "rotate"]
+
+
+def rms_norm(uintptr_t x, uintptr_t delta, uintptr_t weight, float eps, int64_t rows, int64_t n, uintptr_t sum,
+             uintptr_t out, int num_threads):
+    """Add `delta` to `x` into `sum`, and write the RMS norm of the sum to `out`. Rows have n elements.
+
+    If `delta` is 0, `x` is normalised and `sum` is not used. Releases the GIL.
+    """
+    with nogil:
+        c_rms_norm(<const uint16_t *>x, <const uint16_t *>delta, <const uint16_t *>weight, eps, rows, n,
+                   <uint16_t *>sum, <uint16_t *>out, num_threads)
+
+
+def rotate(uintptr_t x, int64_t stride, uintptr_t cos, uintptr_t sin, int64_t rows, int64_t heads, int64_t dim,
+           int num_threads):
+    """Apply rotary embeddings in place to the first `heads` heads of rows, which are `stride` elements apart.
+
+    `cos` and `sin` have `dim` elements for each row. Releases the GIL.
+    """
+    with nogil:
+        c_rotate(<uint16_t *>x, stride, <const uint16_t *>cos, <const uint16_t *>sin, rows, heads, dim, num_threads)
+
+
+def lookup_mul(uintptr_t gate, uintptr_t up, int64_t stride, uintptr_t table, int64_t rows, int64_t n, uintptr_t out,
+               int num_threads):
+    """Write f(gate) * up to `out`. `table` has f of all 65,536 values. Rows are `stride` elements apart.
+
+    Releases the GIL.
+    """
+    with nogil:
+        c_lookup_mul(<const uint16_t *>gate, <const uint16_t *>up, stride, <const uint16_t *>table, rows, n,
+                     <uint16_t *>out, num_threads)
