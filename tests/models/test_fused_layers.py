@@ -29,7 +29,7 @@ def replaced(runner):
         ("Mistral", {"MistralDecoderLayer", "MistralRMSNorm"}),
         ("Qwen3", {"Qwen3MLP", "Qwen3RMSNorm"}),
         ("Gemma2", {"Gemma2MLP"}),
-        ("Cohere2", {"Cohere2MLP"}),
+        ("Cohere2", set()),  # attention and MLP have the same input, and all five layers are one
         ("DeepseekV3", {"DeepseekV3MLP", "DeepseekV3RMSNorm"}),
         ("Bloom", set()),
     ],

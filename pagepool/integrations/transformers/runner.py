@@ -56,7 +56,8 @@ class ModelRunner:
     max_sequences : int
         Largest number of running sequences, which is also the number of recurrent states.
     pack_weights : bool or str
-        Whether linear layers use weights that oneDNN has packed, with layers of the same input fused. True: the model
+        Whether linear layers use weights that oneDNN has packed, with layers of the same input fused. In bfloat16 the
+        operations between them are fused as well, where the code of a module is known. True: the model
         keeps its own weights, so weights take twice the memory. "only": the packed weights replace the model's weights
         until `close`, and until then the model runs only in this runner. "auto": "only" for a model in bfloat16 on a
         CPU with bfloat16 instructions, otherwise False.
