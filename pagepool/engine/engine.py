@@ -341,7 +341,7 @@ class Engine(Intake):
         self._openmp.note_step(model_seconds, thread_time() - cpu_began)
         self._seconds["model_seconds"] += model_seconds
         tokens: list[int | None] = [None] * len(batch)
-        pieces = []
+        pieces: list[tuple[int, _Running, int, tuple[float | None, Any]]] = []
         largest = rows.largest() if any(request.sampler.takes_largest for request in requests) else []
         for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):
             begin, end = ends[place : place + 2]

@@ -82,7 +82,9 @@ class Hooks:
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
         self._configs = [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
         self._adapted = [module for module in model.modules() if type(module).__name__ in ADAPTERS]
-        self._forwards = {module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted}
+        self._forwards: dict[torch.nn.Module, Callable[..., Any]] = {
+            module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted
+        }
         self.steps_in_place: set[int] = set()
         self.packed: PackedLinears | None = None
         self._replaced: dict[torch.nn.Module, Callable[..., Any]] | None = None

@@ -55,6 +55,13 @@ def is_like(module: Any, *codes: tuple[Any, ...]) -> bool:
         return False
 
 
+def require_bf16(*tensors: torch.Tensor) -> None:
+    """Raise TypeError for a tensor in another dtype than bfloat16: the functions in C do not check it."""
+    for tensor in tensors:
+        if tensor.dtype is not torch.bfloat16:
+            raise TypeError(f"fused operations take bfloat16, not {tensor.dtype}")
+
+
 class Norm:
     """RMSNorm, alone or after the addition of a residual."""
 
@@ -66,6 +73,7 @@ class Norm:
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the norm of rows."""
+        require_bf16(hidden_states)
         x = hidden_states.contiguous()
         out = torch.empty_like(x)
         self._run(x, 0, x, out)
@@ -73,6 +81,7 @@ class Norm:
 
     def add(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return `x + delta` and its norm. The sum may be stored in `delta`, which must be a new tensor."""
+        require_bf16(x, delta)
         x = x.contiguous()
         out = torch.empty_like(x)
         self._run(x, delta.data_ptr(), delta, out)
@@ -138,7 +147,8 @@ class Attention:
         batch, count, width = qkv.shape
         dim, queries = self._dim, self._query_heads
         rotated = queries + self._key_heads
-        cos, sin = (part.expand(batch, -1, -1).contiguous() for part in position_embeddings)
+        cos, sin = (part.expand(batch, count, dim).contiguous() for part in position_embeddings)
+        require_bf16(cos, sin)
         rows, threads = batch * count, torch.get_num_threads()
         rotate(qkv.data_ptr(), width, cos.data_ptr(), sin.data_ptr(), rows, rotated, dim, threads)
         heads = qkv.view(batch, count, -1, dim).transpose(1, 2)
