@@ -6,9 +6,9 @@
     ->  {"first": seconds, "all": seconds, "step": seconds, "cpu": seconds, "bytes": n, "tokens": [[...]], "turns": n}
 
 Without a number, the round is a warm-up. `step` is the median time of a decode step, and `cpu` the CPU time of the
-process in it: with one thread, it depends much less on other load. `turns` is measured for prompts with a shared prefix,
-sent one after another. It is the time to the first token of later requests, relative to the first request. `--make MODEL FOLDER
-DTYPE` writes a model with random weights.
+process in it: with one thread, it depends much less on other load. `turns` is measured for prompts with a shared
+prefix, sent one after another. It is the time to the first token of later requests, relative to the first request.
+`--make MODEL FOLDER DTYPE` writes a model with random weights.
 """
 
 import json

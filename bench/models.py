@@ -7,13 +7,14 @@
 
 Needs torch and transformers (`pip install pagepool[transformers]`). vLLM has its own environment (see peers.py) and
 is skipped if that is missing. Models have random weights and about 125 million parameters, or 1.4 billion. Each side
-runs in its own process, and the sides alternate at each round of a workload. Before the first round a side runs
-prompts of the same shape as a warm-up.
+runs in its own process. For each workload, every side first runs prompts of the same shape as a warm-up. Then the
+sides alternate, round by round, and each round is printed.
 
 A round has two runs with new prompts of the same lengths. The first run generates one token, which gives the time
 until all sequences have their first token. The second run generates all tokens and stamps each step. The time of a
 decode step is the median of the last half of these steps. It is not the difference of the two runs, which depends on
-how disturbed the first run was. All figures are medians of the rounds. Generation is greedy and ignores stop tokens.
+how disturbed the first run was. `cpu` is the CPU time of the process in such a step: use it with `--threads 1` beside
+other load. All figures are medians of the rounds. Generation is greedy and ignores stop tokens.
 `equal` counts the sequences of the last round with the same tokens as `generate`.
 """
 
@@ -83,14 +84,15 @@ def rows_of(model, dtype, options, say):
                 say(f"{model} {dtype}: {side} is left out: {reason}")
         for workload in options.workload:
             found = {}
-            for number in range(options.rounds):
+            for number in [None, *range(options.rounds)]:
                 for side, process in processes.items():
                     process.tell(workload=WORKLOADS[workload], round=number)
                     answer = process.answer()
                     if "failed" in answer:
                         say(f"{model} {dtype} {workload}: {side} failed: {answer['failed']}")
-                    else:
+                    elif number is not None:
                         found.setdefault(side, []).append(answer)
+                        say(line_of(row_of(model, dtype, workload, side, {side: [answer]})))
             yield from (row_of(model, dtype, workload, side, found) for side in found)
         for process in processes.values():
             process.quit()
@@ -99,7 +101,7 @@ def rows_of(model, dtype, options, say):
 def row_of(model, dtype, workload, side, found):
     sequences, shared, own, new = WORKLOADS[workload]
     answers, plain = found[side], found.get("generate")
-    every, first, step = (median(answer[name] for answer in answers) for name in ("all", "first", "step"))
+    every, first, step, cpu = (median(answer[name] for answer in answers) for name in ("all", "first", "step", "cpu"))
     tokens = answers[-1]["tokens"]
     turns = [answer["turns"] for answer in answers if answer["turns"] is not None]
     return {
@@ -111,6 +113,7 @@ def row_of(model, dtype, workload, side, found):
         "tokens_per_s": sequences * new / every,
         "prefill_per_s": sequences * (shared + own) / first,
         "step_ms": step * 1e3,
+        "cpu_ms": cpu * 1e3,
         "first_s": first,
         "gib": max(answer["bytes"] for answer in answers) / 2**30,
         "equal": None if plain is None else sum(map(list.__eq__, tokens, plain[-1]["tokens"])),
@@ -121,8 +124,9 @@ def row_of(model, dtype, workload, side, found):
 
 def heading():
     return (
-        f"{'model':10} {'dtype':9} {'workload':8} {'side':15}{'tokens/s':>9}{'prefill/s':>10}{'step ms':>9}"
-        f"{'first s':>9}{'GiB':>6}{'equal':>7}{'later/first':>12}"
+        f"{'model':10} {'dtype':9} {'workload':8} {'side':15}{'rounds':>7}"
+        f"{'tokens/s':>9}{'prefill/s':>10}{'step ms':>9}{'cpu ms':>8}{'first s':>9}{'GiB':>6}"
+        f"{'equal':>7}{'later/first':>12}"
     )
 
 
@@ -130,9 +134,9 @@ def line_of(row):
     equal = "" if row["equal"] is None else f"{row['equal']}/{row['of']}"
     later = f"{row['later_over_first']:.3f}" if "later_over_first" in row else ""
     return (
-        f"{row['model']:10} {row['dtype']:9} {row['workload']:8} {row['side']:15}{row['tokens_per_s']:9.1f}"
-        f"{row['prefill_per_s']:10.0f}{row['step_ms']:9.1f}{row['first_s']:9.2f}{row['gib']:6.2f}"
-        f"{equal:>7}{later:>12}"
+        f"{row['model']:10} {row['dtype']:9} {row['workload']:8} {row['side']:15}{row['rounds']:7}"
+        f"{row['tokens_per_s']:9.1f}{row['prefill_per_s']:10.0f}{row['step_ms']:9.1f}{row['cpu_ms']:8.1f}"
+        f"{row['first_s']:9.2f}{row['gib']:6.2f}{equal:>7}{later:>12}"
     )
 
 

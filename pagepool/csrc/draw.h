@@ -27,8 +27,8 @@ double pp_draw_total(const float *sums, int64_t num_chunks);
  * 0 <= number < 1 and at least one weight above 0. */
 int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number);
 
-/* Returns the index of the largest of n logits in bf16, the first one if several are equal.  Returns -1 if a logit is NaN
- * or the largest is infinite. */
+/* Returns the index of the largest of n logits in bf16, the first one if several are equal.  Returns -1 if a logit is
+ * NaN or the largest is infinite. */
 int64_t pp_largest_bf16(const uint16_t *logits, int64_t n);
 
 #endif

@@ -61,8 +61,8 @@ static void lookup_rows(void *context, int64_t begin, int64_t end) {
     pp_modes_leave(modes);
 }
 
-void pp_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows, int64_t n,
-                   uint16_t *out, int num_threads) {
+void pp_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
+                   int64_t n, uint16_t *out, int num_threads) {
     job work = {.x = gate, .y = up, .z = table, .out = out, .stride = stride, .n = n};
     run(num_threads, rows, n, lookup_rows, &work);
 }

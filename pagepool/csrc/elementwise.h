@@ -14,14 +14,14 @@
 void pp_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows, int64_t n,
                  uint16_t *sum, uint16_t *out, int num_threads);
 
-/* Rotates the first `heads` heads of each row in place, each of `dim` elements: x * cos + rotate_half(x) * sin.  cos and
- * sin have `dim` elements for each row. */
+/* Rotates the first `heads` heads of each row in place, each of `dim` elements: x * cos + rotate_half(x) * sin.  cos
+ * and sin have `dim` elements for each row. */
 void pp_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows, int64_t heads,
                int64_t dim, int num_threads);
 
 /* out = f(gate) * up for rows of n elements.  Rows of gate and up are `stride` apart.  `table` has the result of f for
  * each of the 65,536 values of bf16.  At 65,536 elements this takes half of the time of torch's silu and product. */
-void pp_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows, int64_t n,
-                   uint16_t *out, int num_threads);
+void pp_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
+                   int64_t n, uint16_t *out, int num_threads);
 
 #endif

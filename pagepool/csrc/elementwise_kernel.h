@@ -95,6 +95,7 @@ static void lookup_mul_row(const uint16_t *gate, const uint16_t *up, const uint1
     for (int64_t begin = 0; begin < n; begin += PP_LOOKUP) {
         const int64_t count = n - begin < PP_LOOKUP ? n - begin : PP_LOOKUP;
         for (int64_t i = 0; i < count; i++) found[i] = table[gate[begin + i]];
-        for (int64_t i = 0; i < count; i++) out[begin + i] = round_bf16(pp_bf16_to_f32(found[i]) * pp_bf16_to_f32(up[begin + i]));
+        for (int64_t i = 0; i < count; i++)
+            out[begin + i] = round_bf16(pp_bf16_to_f32(found[i]) * pp_bf16_to_f32(up[begin + i]));
     }
 }

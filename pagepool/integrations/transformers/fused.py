@@ -46,7 +46,7 @@ ROTARY = [bytecode_of(getattr(modeling_llama, name)) for name in ("apply_rotary_
 
 
 def is_like(module: Any, *codes: tuple[Any, ...]) -> bool:
-    """Return whether the module's class has a forward with one of these bytecodes, and nothing intercepts its calls."""
+    """Return whether the module's class has a forward with one of these bytecodes, and no hooks."""
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         return False
     try:
@@ -228,7 +228,7 @@ def is_norm(module: Any) -> bool:
 
 
 def layer_of(packed: PackedLinears, *linears: Any) -> PackedLayer | None:
-    """Return the packed layer of exactly these linear layers, in this order. None if there is none in bfloat16."""
+    """Return the packed layer of exactly these linear layers, in this order. None without such a layer in bfloat16."""
     for layer in packed.layers:
         if len(layer.linears) == len(linears) and all(map(is_same, layer.linears, linears)):
             return layer if linears[0].weight.dtype is torch.bfloat16 else None
@@ -255,7 +255,7 @@ def table_of(activation: Any, tables: dict[Any, torch.Tensor]) -> torch.Tensor |
 
 
 def has_plain_rotary(module: Any) -> bool:
-    """Return whether the functions for rotary embeddings in the module's source file are those of Llama."""
+    """Return whether the module's source file has the same functions for rotary embeddings as Llama."""
     names = vars(sys.modules[type(module).__module__])
     own = [names.get(name) for name in ("apply_rotary_pos_emb", "rotate_half")]
     return all(function is not None for function in own) and list(map(bytecode_of, own)) == ROTARY
