@@ -97,8 +97,7 @@ def test_modules_with_hooks_or_other_forwards_are_not_fused():
 
 def test_only_the_bytecode_of_a_forward_matters():
     class Same(torch.nn.Module):
-        def forward(self, x):
-            """Another text, other annotations."""
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
             down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
             return down_proj
 
