@@ -140,6 +140,7 @@ cdef class BlockAllocator:
         self.shared_pages = pages
         self.shared = <pp_shared *>view
         self.words = view.words
+        view.lock = &self.lock
         self.taken = self.limit
         return 0
 

@@ -27,8 +27,9 @@ cdef extern from "shared/pool.h" nogil:
         int64_t block_bytes
         int fd
         int64_t peak
+        pp_lock *lock
 
-    int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit)
+    int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed)
     int pp_shared_read(int fd, pp_shared_shape *shape)
     int pp_shared_open(pp_shared_view *view, int fd, const pp_shared_shape *shape)
     void pp_shared_leave(pp_shared_view *view)

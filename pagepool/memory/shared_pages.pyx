@@ -1,7 +1,7 @@
 """SharedPages: the view of a process into a pool that several processes share."""
 
 cimport cython
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
@@ -103,6 +103,7 @@ cdef class SharedPages:
         """Attaches to the pool, or makes it."""
         cdef int fd, error
         cdef bint is_new = False
+        cdef uint64_t seed = int.from_bytes(os.urandom(8), "little")
         from pagepool.memory import shared_files as files
         self.shared = shared
         self.pid = os.getpid()
@@ -116,7 +117,7 @@ cdef class SharedPages:
                     size = limit * shape.layout.block_bytes
                     if is_new or not os.fstat(fd).st_size:
                         files.check_room(fd, size, f"the shared pool {shared!r}")
-                    error = pp_shared_create(fd, shape, limit)
+                    error = pp_shared_create(fd, shape, limit, seed)
                     if error and error != EEXIST:
                         reason = os.strerror(error)
                         raise OSError(error, f"no room for {size} bytes of the shared pool {shared!r}: {reason}")

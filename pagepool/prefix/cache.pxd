@@ -11,7 +11,8 @@ cdef class PrefixCache:
     cdef readonly BlockAllocator allocator
     cdef readonly int32_t block_size
     cdef readonly str policy
-    cdef CachedBlocks cached
+    cdef CachedBlocks cached  # empty if `shared` is not None
+    cdef object shared  # a SharedIndex over the allocator of a shared pool, else None
     cdef readonly object link  # a StoreLink, or None
     cdef int32_t *path  # room for the nodes and the blocks of one call
     cdef int64_t path_room
@@ -34,8 +35,6 @@ cdef class PrefixCache:
     cdef bint offer_all(self)
     cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1
     cdef int c_reserve_path(self, int64_t n) except -1
-    # `touch`; room for n + 1 nodes must be reserved.
-    cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     # The node of the last one of n blocks of a sequence, if that block is cached below `root` for its tokens; else -1.
     cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
     # Whether `block` replaces the block of the node: true if the new block is in use and not cached, and the old block

@@ -21,7 +21,7 @@ class PrefixCache:
         cls,
         allocator: BlockAllocator,
         block_size: SupportsIndex | None = None,
-        policy: str = "gittins",
+        policy: str | None = None,
         *,
         max_events: SupportsIndex = 0,
         store: PrefixStore | None = None,

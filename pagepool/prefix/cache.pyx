@@ -14,6 +14,7 @@ from pagepool.memory.arrays cimport IdArray, list_ids, read_ids, release_ids
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
 from pagepool.prefix.radix_tree cimport Node, NodeTable, pause_collector, resume_collector
+from pagepool.prefix.shared_index cimport SharedIndex
 from pagepool.prefix.stored_pages cimport PageQueue
 
 from contextlib import nullcontext
@@ -49,7 +50,7 @@ cdef int refuse_negative(const int32_t *tokens, int64_t begin, int64_t end) exce
 @cython.auto_pickle(False)
 @cython.final
 cdef class PrefixCache:
-    """PrefixCache(allocator, block_size=None, policy="gittins", *, max_events=0, store=None)\n--\n
+    """PrefixCache(allocator, block_size=None, policy=None, *, max_events=0, store=None)\n--\n
     Keep full blocks for the next prompt that begins with the same tokens, under the same salt and extra keys.
 
     A block is found behind the block before it, and only when the salt, the keys and every token from the first of the
@@ -63,8 +64,8 @@ cdef class PrefixCache:
         The allocator of the blocks. The cache holds one reference to each block that it keeps.
     block_size : int or None
         Tokens per block, from 1 to 1,024. None: the block size of the pool of this allocator, 16 without a pool.
-    policy : {"gittins", "lru"}
-        Which block is evicted first.
+    policy : {"gittins", "lru"} or None
+        Which block is evicted first. None: "gittins". A shared pool has "lru" and no other policy.
     max_events : int
         How many events are kept until `drain_events` is called. 0: no events are noted.
     store : PrefixStore or None
@@ -100,9 +101,10 @@ cdef class PrefixCache:
 
     kind = "cache"
 
-    def __cinit__(self, BlockAllocator allocator not None, block_size=None, str policy="gittins", *, max_events=0,
+    def __cinit__(self, BlockAllocator allocator not None, block_size=None, str policy=None, *, max_events=0,
                   store=None):
         cdef int32_t size = allocator.read_block_size(block_size)
+        policy = policy or ("gittins" if allocator.shared == NULL else "lru")
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self.allocator = allocator
@@ -110,6 +112,11 @@ cdef class PrefixCache:
         self.block_size = size
         self.cached = CachedBlocks(allocator, size, policy)
         events = integer("max_events", max_events, 0, INT32_MAX)
+        if allocator.shared != NULL:
+            if policy != "lru" or events or store is not None:
+                asked = f"policy {policy!r}, max_events {events} and store {store!r}"
+                raise ValueError(f"a shared pool needs policy 'lru', max_events 0 and store None, not {asked}")
+            self.shared = SharedIndex(allocator, size)
         if events:
             self.cached.log = EventLog(self.cached.tree, events)
         if store is not None:
@@ -234,6 +241,9 @@ cdef class PrefixCache:
         cdef Py_buffer view
         cdef int paused
         key = root_key(cache_salt, extra_keys)
+        if self.shared is not None:
+            refuse_negative(&row[0], 0, row.shape[0])
+            return (<SharedIndex>self.shared).match(row, key, held, is_use)
         with cython.critical_section(self):
             paused = pause_collector()
             try:
@@ -284,6 +294,9 @@ cdef class PrefixCache:
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, found = 0
         key = root_key(cache_salt, extra_keys)
+        if self.shared is not None:
+            refuse_negative(&row[0], 0, row.shape[0])
+            return (<SharedIndex>self.shared).cached_tokens(row, key)
         with cython.critical_section(self):
             root = self.cached.tree.roots.get(key)
             if root is not None and n:
@@ -341,6 +354,9 @@ cdef class PrefixCache:
         try:
             if ids.count < n:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, got {ids.count}")
+            if self.shared is not None:
+                refuse_negative(&row[0], 0, row.shape[0])
+                return (<SharedIndex>self.shared).insert(row, key[0], &ids)
             with cython.critical_section(self):
                 return self.keep(key, &row[0], ids.ids, n, known)
         finally:
@@ -356,8 +372,8 @@ cdef class PrefixCache:
         """
         cdef const int32_t[::1] row = token_row(tokens)
         cdef int64_t n = row.shape[0] // self.block_size, leading = 0
-        if self.link is not None:
-            raise ValueError("touch caches blocks without keys and values, so a cache with a store refuses it")
+        if self.link is not None or self.shared is not None:
+            raise ValueError("touch caches blocks without keys and values: it needs no store and no shared pool")
         key = self.cached.tree.named_key(root_key(cache_salt, extra_keys))
         refuse_negative(&row[0], 0, row.shape[0])
         cdef int paused
@@ -367,7 +383,7 @@ cdef class PrefixCache:
                 if n:
                     self.cached.tree.reserve(n + 1)
                     self.cached.policy.c_reserve(n)
-                    leading = self.c_pass(self.cached.tree.root(key), &row[0], n)
+                    leading = self.cached.c_pass(self.cached.tree.root(key), &row[0], n)
                 self.looked_up += n
                 self.hits += leading
                 return leading
@@ -403,6 +419,8 @@ cdef class PrefixCache:
         number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
+        if self.shared is not None:
+            return (<SharedIndex>self.shared).evict(min(number, INT32_MAX))
         with cython.critical_section(self):
             evicted = self.cached.c_evict(min(number, INT32_MAX))
         if self.link is not None:
@@ -428,6 +446,8 @@ cdef class PrefixCache:
         cdef IdArray ids
         cdef int64_t count = 0, i
         read_ids(blocks, &ids)
+        if self.shared is not None:
+            count = (<SharedIndex>self.shared).forget(ids.ids, ids.count)
         with self.forgetting(lambda: self.names_of(list_ids(ids.ids, ids.count))), cython.critical_section(self):
             for i in range(ids.count):
                 if self.is_block(ids.ids[i]):
@@ -520,6 +540,8 @@ cdef class PrefixCache:
         Running sequences of a `Scheduler` do not cache their blocks again. The next allocated block is the lowest free
         id. O(n log n).
         """
+        if self.shared is not None:
+            (<SharedIndex>self.shared).forget(NULL, 0)
         with self.forgetting(lambda: None):
             self.atomically(lambda: self.cached.reset())
 
@@ -540,23 +562,23 @@ cdef class PrefixCache:
     @property
     def num_cached(self):
         """Blocks that the cache holds a reference to."""
-        return self.cached.num_cached
+        return self.cached.num_cached if self.shared is None else (<SharedIndex>self.shared).count(False)
 
     @property
     def inserted(self):
         """How many blocks were ever cached. While it stays the same, no look-up finds more than before."""
-        return self.cached.inserted
+        return self.cached.inserted if self.shared is None else (<SharedIndex>self.shared).inserted()
 
     @property
     def forgotten(self):
         """How many blocks `discard` and `reset_prefix_cache` forgot. While it stays the same, every cached block that a
         sequence holds stays cached."""
-        return self.cached.forgotten
+        return self.cached.forgotten if self.shared is None else (<SharedIndex>self.shared).forgotten()
 
     @property
     def evictable(self):
         """Cached blocks that only the cache holds: what `evict` could free now. O(1)."""
-        return self.cached.refs.c_idle()
+        return self.cached.refs.c_idle() if self.shared is None else (<SharedIndex>self.shared).count(True)
 
     def stats(self):
         """Return a dict of counters. O(1).
@@ -565,6 +587,8 @@ cdef class PrefixCache:
         `nodes` are the known prefixes, cached or not; `collisions` are equal hashes of different blocks.
         """
         cdef int64_t capacity, free, evictable
+        if self.shared is not None:
+            return (<SharedIndex>self.shared).stats()
         with cython.critical_section(self):
             capacity, free = self.allocator.c_capacity(), self.allocator.c_free_count()
             evictable = self.cached.refs.c_idle()
@@ -589,6 +613,8 @@ cdef class PrefixCache:
 
         O(nodes + tokens cached). Changes nothing.
         """
+        if self.shared is not None:
+            (<SharedIndex>self.shared).check()
         broken = self.atomically(lambda: self.cached.audit())
         if broken is not None:
             raise PoolError(f"broken invariant: {broken}")
@@ -619,35 +645,6 @@ cdef class PrefixCache:
             self.path = <int32_t *>memory
             self.path_room = n
         return 0
-
-    cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
-        """Find or cache one block after the other. The pin on the last node keeps the path to it alive."""
-        cdef CachedBlocks cached = self.cached
-        cdef NodeTable tree = cached.tree
-        cdef int64_t i, leading = 0
-        cdef int32_t node = root, child, block
-        tree.c_pin(node)
-        for i in range(n):
-            child = tree.c_find(node, tokens + i * self.block_size)
-            if child < 0:
-                child = tree.c_add(node, tokens + i * self.block_size)
-            tree.c_pin(child)
-            tree.c_unpin(node)
-            node = child
-            if tree.nodes[node].block >= 0:
-                cached.c_touch(node)
-                leading += leading == i
-            elif cached.refs.c_allocate(&block) == PP_OK:
-                cached.c_put(node, block)
-            elif cached.policy.c_refuses(node):
-                cached.inserted += 1
-                cached.evicted += 1
-            elif cached.c_evict(1) == 1 and cached.refs.c_allocate(&block) == PP_OK:
-                cached.c_put(node, block)
-            else:
-                break
-        tree.c_unpin(node)
-        return leading
 
     cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept:
         cdef size_t row = self.block_size

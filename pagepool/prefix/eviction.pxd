@@ -57,4 +57,6 @@ cdef class CachedBlocks:
     cdef int32_t c_victim(self, bint *all_seen) noexcept
     # Evicts up to n blocks. Returns the number of evicted blocks.
     cdef int64_t c_evict(self, int64_t n) noexcept
+    # `PrefixCache.touch`. The tree must have room for n + 1 nodes.
+    cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     cdef str audit(self)

@@ -10,6 +10,7 @@ checks the whole list once.
 cimport cython
 from libc.stdint cimport int32_t, int64_t
 
+from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator, pp_get_count
 from pagepool.memory.block_refs cimport CachedRefs
 from pagepool.memory.page_buffer cimport PageBuffer
@@ -198,6 +199,34 @@ cdef class CachedBlocks:
         self.refs.c_drop_n(dropped, num_dropped)
         self.evicted += done
         return done
+
+    cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept:
+        """Find or cache one block after the other. The pin on the last node keeps the path to it alive."""
+        cdef NodeTable tree = self.tree
+        cdef int64_t i, leading = 0
+        cdef int32_t node = root, child, block
+        tree.c_pin(node)
+        for i in range(n):
+            child = tree.c_find(node, tokens + i * tree.block_size)
+            if child < 0:
+                child = tree.c_add(node, tokens + i * tree.block_size)
+            tree.c_pin(child)
+            tree.c_unpin(node)
+            node = child
+            if tree.nodes[node].block >= 0:
+                self.c_touch(node)
+                leading += leading == i
+            elif self.refs.c_allocate(&block) == PP_OK:
+                self.c_put(node, block)
+            elif self.policy.c_refuses(node):
+                self.inserted += 1
+                self.evicted += 1
+            elif self.c_evict(1) == 1 and self.refs.c_allocate(&block) == PP_OK:
+                self.c_put(node, block)
+            else:
+                break
+        tree.c_unpin(node)
+        return leading
 
     cdef str audit(self):
         """Check the equations above. Return a sentence about the first broken one, or None. O(nodes + tokens)."""

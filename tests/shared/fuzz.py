@@ -9,9 +9,14 @@ import os
 import random
 import sys
 
+import numpy as np
 import pools
 
-BLOCKS, HEADER = 8, 4096 + 64 + 30 * 64
+from pagepool import PrefixCache
+
+# The parts of a file before its pages: header, words, nodes, tokens and buckets, each of whole pages of 4,096 bytes.
+BLOCKS, HEADER, SIZE = 8, 4096 + 128 + 30 * 64, 6 * 4096
+TOKENS = np.arange(48, dtype=np.int32)
 EXPECTED = (ValueError, OSError, pools.PoolError)
 
 
@@ -21,8 +26,14 @@ def use(fd):
         blocks = [pool.allocator.allocate() for _ in range(3)]
         assert len({*blocks}) == 3 and all(0 <= block < BLOCKS for block in blocks)
         pool.page(blocks[0])[:] = 1
+        cache = PrefixCache(pool.allocator)
+        cache.cache_blocks(TOKENS, blocks)
         pool.allocator.free(blocks)
         pool.reap()
+        found = cache.match_prefix(TOKENS).tolist()
+        assert len(found) <= 3 and all(0 <= block < BLOCKS for block in found)
+        pool.allocator.free(found)
+        assert cache.evict(1) in (0, 1)
         assert 0 <= pool.allocator.free_count <= pool.num_blocks <= BLOCKS
     finally:
         pool.close()
@@ -32,10 +43,10 @@ def main(seed):
     choose = random.Random(seed)
     fd = os.memfd_create("fuzz", os.MFD_ALLOW_SEALING)
     use(fd)
-    size = HEADER + 2048 + 8 * BLOCKS + 64
+    size = SIZE
     whole = os.pread(fd, size, 0)
     refused = 0
-    for at in range(size):
+    for at in [*range(HEADER), *choose.sample(range(HEADER, size), 2000)]:
         for value in (whole[at] ^ 0xFF, whole[at] ^ 1 << choose.randrange(8)):
             os.pwrite(fd, bytes([value]), at)
             try:
@@ -55,6 +66,7 @@ def main(seed):
         os.pwrite(fd, whole, 0)
     for _ in range(300):  # another process of the user writes while this one is attached
         pool = pools.attach(fd, BLOCKS)
+        cache = PrefixCache(pool.allocator)
         try:
             for _ in range(30):
                 os.pwrite(fd, choose.randbytes(8), choose.randrange(size - 8))
@@ -62,7 +74,10 @@ def main(seed):
                     block = pool.allocator.allocate()
                     assert 0 <= block < BLOCKS
                     pool.page(block)[:] = 2
+                    cache.cache_blocks(TOKENS[:16], [block])
                     pool.allocator.free(block)
+                    pool.allocator.free(cache.match_prefix(TOKENS))
+                    cache.evict(1)
                     pool.reap()
                     pool.stats()
                 except EXPECTED:
@@ -71,7 +86,7 @@ def main(seed):
             pool.close()
         os.pwrite(fd, whole, 0)
     print(refused)
-    assert refused > 500
+    assert refused > 300
 
 
 if __name__ == "__main__":

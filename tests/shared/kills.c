@@ -1,4 +1,5 @@
-/* kills.c: a process is killed at each store to the memory that it shares; the survivors must lose no block.
+/* kills.c: a process is killed at each store to the memory that it shares; the survivors must lose no block and find
+ * only right pages.
  *
  *   kills stores              at each store of the workload
  *   kills recovery STRIDE     at each STRIDE-th store, and the process that recovers at each store of its own
@@ -22,9 +23,12 @@ static void step(void) {
 
 #define PP_STEP() step()
 #include POOL_SOURCE /* csrc/shared/pool.c, or a copy with a fault */
+#undef LOAD
+#undef STORE
+#include INDEX_SOURCE
 
-enum { BLOCKS = 40, HELD = 3 };
-static int32_t held[HELD];
+enum { BLOCKS = 40, HELD = 3, SIZE = 64, CACHED = 6, PATH = 12 };
+static int32_t held[HELD], prompt[PATH * SIZE];
 
 #define CHECK(condition)                                              \
     do {                                                              \
@@ -39,7 +43,7 @@ static int make_file(void) {
     const long at = 0;
     CHECK(pp_kv_layout_init(&shape.layout, 1, 1, 8, 64, PP_F32) == PP_OK);
     const int fd = memfd_create("pool", MFD_CLOEXEC);
-    CHECK(pp_shared_create(fd, &shape, BLOCKS) == 0);
+    CHECK(pp_shared_create(fd, &shape, BLOCKS, 7) == 0);
     return fd;
 }
 
@@ -52,6 +56,41 @@ static pp_shared *attach(int fd) {
 
 static unsigned char *page(pp_shared *view, int32_t block) { return view->pages + block * view->block_bytes; }
 
+/* The page of a cached block has its tokens. */
+static void fill(pp_shared *view, int32_t block, const int32_t *tokens) {
+    memcpy(page(view, block), tokens, SIZE * sizeof *tokens);
+}
+
+static int is_right(pp_shared *view, int32_t block, const int32_t *tokens) {
+    return !memcmp(page(view, block), tokens, SIZE * sizeof *tokens);
+}
+
+static pp_index_path path_of(const int32_t *tokens, int64_t n) {
+    return (pp_index_path){.root = {3, 4}, .tokens = tokens, .n = n};
+}
+
+/* Finds a prompt of which the first blocks are cached, computes and caches the rest, evicts and forgets. */
+static void use_index(pp_shared *view) {
+    int32_t tokens[8 * SIZE], blocks[8], counts[BLOCKS] = {0};
+    int64_t failed;
+    memcpy(tokens, prompt, 4 * SIZE * sizeof *tokens);
+    for (int i = 4 * SIZE; i < 8 * SIZE; i++) tokens[i] = 5000 + i;
+    const pp_index_path path = path_of(tokens, 8);
+    const int64_t found = pp_index_match(view, &path, counts, blocks);
+    if (pp_shared_take(view, (int32_t)(8 - found), blocks + found) != PP_OK) _exit(6);
+    for (int64_t i = 0; i < 8; i++) {
+        if (i >= found) fill(view, blocks[i], tokens + i * SIZE);
+        if (!is_right(view, blocks[i], tokens + i * SIZE)) _exit(5);
+        counts[blocks[i]] = 1;
+    }
+    pp_index_insert(view, &path, blocks, counts, &failed);
+    pp_index_forget(view, blocks + 6, 1);
+    pp_index_insert(view, &path, blocks, counts, &failed); /* block 7 gets a new parent */
+    pp_shared_drop(view, blocks, 8);
+    if (pp_index_evict(view, 2) != 2) _exit(4);
+    pp_index_forget(view, blocks, 1);
+}
+
 static void workload(int fd) {
     pp_shared *view = attach(fd);
     int32_t blocks[8], more[BLOCKS];
@@ -63,6 +102,7 @@ static void workload(int fd) {
     pp_shared_set_limit(view, BLOCKS / 2);
     pp_shared_set_limit(view, BLOCKS);
     pp_shared_drop(view, blocks, 1);
+    use_index(view);
     int32_t counts[BLOCKS] = {0}, block;
     for (int i = 0; i < 8; i++) counts[blocks[i]] = i == 1 || i > 4;
     if (pp_shared_audit(view, counts, &block)) _exit(7);
@@ -73,6 +113,7 @@ static void recover(int fd) {
     pp_shared *view = attach(fd);
     int32_t counts[BLOCKS] = {0}, block;
     if (pp_shared_audit(view, counts, &block)) _exit(7);
+    pp_index_forget(view, &block, 0); /* takes the lock, and with it the index as the dead process left it */
     pp_shared_free(view);
 }
 
@@ -86,11 +127,30 @@ static pp_shared *survivor(int *fd) {
     for (int i = 0; i < BLOCKS; i++)
         if (i != held[0] && i != held[1] && i != held[2]) pp_shared_drop(view, &i, 1);
     for (int i = 0; i < HELD; i++) memset(page(view, held[i]), 0xA0 + i, (size_t)view->block_bytes);
+    int32_t cached[CACHED], counts[BLOCKS] = {0};
+    int64_t failed;
+    for (int i = 0; i < PATH * SIZE; i++) prompt[i] = 7 * i + 3;
+    CHECK(pp_shared_take(view, CACHED, cached) == PP_OK);
+    for (int i = 0; i < CACHED; i++) {
+        fill(view, cached[i], prompt + i * SIZE);
+        counts[cached[i]] = 1;
+    }
+    const pp_index_path path = path_of(prompt, CACHED);
+    CHECK(pp_index_insert(view, &path, cached, counts, &failed) == CACHED);
+    pp_shared_drop(view, cached, CACHED);
     return view;
 }
 
 static void verify(pp_shared *view, long at) {
     int32_t counts[BLOCKS] = {0}, block, taken[BLOCKS];
+    for (int i = 0; i < HELD; i++) counts[held[i]] = 1;
+    const pp_index_path path = path_of(prompt, CACHED);
+    const int64_t found = pp_index_match(view, &path, counts, taken);
+    for (int64_t i = 0; i < found; i++) {
+        CHECK(is_right(view, taken[i], prompt + i * SIZE));
+        counts[taken[i]] = 0;
+    }
+    pp_shared_drop(view, taken, found);
     for (int i = 0; i < HELD; i++) counts[held[i]] = 1;
     /* Before the dead process is swept: nothing that the survivor holds has changed, and it can go on. */
     CHECK(pp_shared_take(view, 1, taken) == PP_OK);
@@ -100,6 +160,14 @@ static void verify(pp_shared *view, long at) {
     CHECK(pp_shared_processes(view) == 1);
     CHECK(pp_shared_set_limit(view, BLOCKS) == 0);
     CHECK(pp_shared_audit(view, counts, &block) == NULL);
+    CHECK(pp_index_audit(view) == NULL);
+    const int64_t cached = pp_index_count(view, 0);
+    CHECK(pp_index_count(view, 1) == cached);
+    CHECK(pp_shared_count_in_use(view) == HELD + cached);
+    for (int32_t b = 0; b < BLOCKS; b++)
+        if (view->words[b] & PP_INDEX_BIT) CHECK(is_right(view, b, tokens_of(view, b)));
+    CHECK(pp_index_evict(view, BLOCKS) == cached);
+    CHECK(view->header->dirty == 0 && view->header->index_lock == 0);
     CHECK(pp_shared_count_in_use(view) == HELD);
     CHECK(pp_shared_take(view, BLOCKS - HELD, taken) == PP_OK);
     for (int i = 0; i < BLOCKS - HELD; i++) {
@@ -114,7 +182,7 @@ static void verify(pp_shared *view, long at) {
     CHECK(pp_shared_take(view, 1, &block) == PP_EXHAUSTED);
 }
 
-static void end(pp_shared *view, int fd) {
+static void drop(pp_shared *view, int fd) {
     pp_shared_free(view);
     free(view);
     close(fd);
@@ -140,7 +208,7 @@ static long kill_at_stores(void) {
         pp_shared *view = survivor(&fd);
         const int killed = run_child(workload, fd, n, n);
         verify(view, n);
-        end(view, fd);
+        drop(view, fd);
         if (!killed) return n - 1;
     }
 }
@@ -155,7 +223,7 @@ static long kill_recovery(long stride) {
             was_killed = run_child(workload, fd, n, n);
             again = run_child(recover, fd, m, n * 10000 + m);
             verify(view, n * 10000 + m);
-            end(view, fd);
+            drop(view, fd);
         }
         if (!was_killed) return pairs;
     }
@@ -185,7 +253,7 @@ static long kill_at_instructions(long stride) {
             kills++;
         }
         verify(view, n);
-        end(view, fd);
+        drop(view, fd);
         if (ended) return kills;
     }
 }

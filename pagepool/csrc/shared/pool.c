@@ -25,24 +25,39 @@ static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / 
 
 static size_t words_offset(void) { return round_up(sizeof(pp_shared_header), 4096); }
 
-static size_t pages_offset(int64_t num_blocks) {
-    return round_up(words_offset() + (size_t)num_blocks * sizeof(uint64_t), PP_OS_HUGE_PAGE);
+/* Where the parts of a file begin. */
+typedef struct parts {
+    size_t words, nodes, tokens, buckets, pages;
+    size_t num_buckets; /* a power of two, at least twice as many as blocks */
+} parts;
+
+static parts parts_of(int64_t num_blocks, int64_t block_size) {
+    const size_t n = (size_t)num_blocks;
+    parts found = {.words = words_offset(), .num_buckets = 64};
+    while (found.num_buckets < 2 * n) found.num_buckets *= 2;
+    found.nodes = round_up(found.words + n * sizeof(uint64_t), 4096);
+    found.tokens = round_up(found.nodes + n * sizeof(pp_index_node), 4096);
+    found.buckets = round_up(found.tokens + n * (size_t)block_size * sizeof(int32_t), 4096);
+    found.pages = round_up(found.buckets + found.num_buckets * sizeof(int32_t), PP_OS_HUGE_PAGE);
+    return found;
 }
 
-size_t pp_shared_bytes(int64_t num_blocks, int64_t block_bytes) {
-    const int64_t most = (int64_t)1 << 46;
-    if (num_blocks < 0 || num_blocks > INT32_MAX || block_bytes < 1 || block_bytes > most) return 0;
-    if (num_blocks && block_bytes > most / num_blocks) return 0;
-    return round_up(pages_offset(num_blocks) + (size_t)(num_blocks * block_bytes), PP_OS_HUGE_PAGE);
+size_t pp_shared_bytes(int64_t num_blocks, const pp_kv_layout *layout) {
+    const int64_t most = (int64_t)1 << 46, bytes = layout->block_bytes;
+    if (num_blocks < 0 || num_blocks > INT32_MAX || bytes < 1 || bytes > most) return 0;
+    if (layout->block_size < 1 || layout->block_size > PP_MAX_BLOCK_SIZE) return 0;
+    if (num_blocks && bytes > most / num_blocks) return 0;
+    return round_up(parts_of(num_blocks, layout->block_size).pages + (size_t)(num_blocks * bytes), PP_OS_HUGE_PAGE);
 }
 
 /* The magic is written last: if a file has no magic, its creator has died, and the file is made again. */
-static int fill_file(int fd, const pp_shared_shape *shape, int64_t limit) {
+static int fill_file(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed) {
     pp_shared_header header = {0};
-    const size_t bytes = pp_shared_bytes(shape->num_blocks, shape->layout.block_bytes);
+    const size_t bytes = pp_shared_bytes(shape->num_blocks, &shape->layout);
     if (pread(fd, header.shape.magic, 1, 0) == 1 && header.shape.magic[0]) return EEXIST;
     if (ftruncate(fd, (off_t)bytes)) return errno;
-    const int64_t used = (int64_t)pages_offset(shape->num_blocks) + limit * shape->layout.block_bytes;
+    const parts found = parts_of(shape->num_blocks, shape->layout.block_size);
+    const int64_t used = (int64_t)found.pages + limit * shape->layout.block_bytes;
     const int error = pp_os_commit_file(fd, 0, used);
     if (error) return error;
     header.shape = *shape;
@@ -50,16 +65,17 @@ static int fill_file(int fd, const pp_shared_shape *shape, int64_t limit) {
     header.shape.byte_order = BYTE_ORDER_MARK;
     header.shape.version = PP_SHARED_VERSION;
     header.limit = limit;
+    header.seed = seed;
     if (pwrite(fd, &header, sizeof header, 0) != (ssize_t)sizeof header) return EIO;
     return pwrite(fd, PP_SHARED_MAGIC, sizeof header.shape.magic, 0) == sizeof header.shape.magic ? 0 : EIO;
 }
 
-int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit) {
-    if (!pp_shared_bytes(shape->num_blocks, shape->layout.block_bytes)) return ENOMEM;
+int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed) {
+    if (!pp_shared_bytes(shape->num_blocks, &shape->layout)) return ENOMEM;
     if (limit < 0 || limit > shape->num_blocks) return EINVAL;
     const int lock_fd = pp_os_reopen(fd);
     if (lock_fd < 0) return errno;
-    int error = pp_os_lock_byte(lock_fd, LIMIT_LOCK, 1) ? fill_file(fd, shape, limit) : errno;
+    int error = pp_os_lock_byte(lock_fd, LIMIT_LOCK, 1) ? fill_file(fd, shape, limit, seed) : errno;
     close(lock_fd);
     return error;
 }
@@ -72,7 +88,7 @@ int pp_shared_read(int fd, pp_shared_shape *shape) {
     if (size != (ssize_t)sizeof *shape || memcmp(shape->magic, PP_SHARED_MAGIC, sizeof shape->magic)) return EBADMSG;
     if (shape->byte_order != BYTE_ORDER_MARK || shape->version != PP_SHARED_VERSION) return EBADMSG;
     if (shape->fingerprint_bytes < 0 || shape->fingerprint_bytes > PP_SHARED_FINGERPRINT) return EBADMSG;
-    const size_t bytes = pp_shared_bytes(shape->num_blocks, shape->layout.block_bytes);
+    const size_t bytes = pp_shared_bytes(shape->num_blocks, &shape->layout);
     return bytes && (size_t)status.st_size == bytes ? 0 : EBADMSG;
 }
 
@@ -137,6 +153,10 @@ static int has_lost_its_lock(const pp_shared_slot *slot) {
 static void sweep(pp_shared *view, int i) {
     pp_shared_slot *slot = &view->header->slots[i];
     drop_everywhere(view, (uint64_t)1 << i);
+    /* `dirty` stays set if the process died while it wrote the index. */
+    uint64_t writer = (uint64_t)1 << i;
+    __atomic_compare_exchange_n(&view->header->index_lock, &writer, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    PP_STEP();
     STORE(&slot->epoch, slot->epoch + 1);
     PP_STEP();
     STORE(&slot->state, FREE);
@@ -175,17 +195,26 @@ static int take_slot(pp_shared *view) {
 }
 
 int pp_shared_open(pp_shared *view, int fd, const pp_shared_shape *shape) {
-    *view = (pp_shared){.fd = fd, .num_blocks = shape->num_blocks, .block_bytes = shape->layout.block_bytes};
+    *view = (pp_shared){.fd = fd,
+                        .num_blocks = shape->num_blocks,
+                        .block_bytes = shape->layout.block_bytes,
+                        .block_size = shape->layout.block_size};
     if (pthread_once(&once, install_handlers) || handlers_failed) return ENOMEM;
-    view->bytes = pp_shared_bytes(view->num_blocks, view->block_bytes);
+    view->bytes = pp_shared_bytes(view->num_blocks, &shape->layout);
+    const parts found = parts_of(view->num_blocks, view->block_size);
     view->hints = malloc(((size_t)view->num_blocks + 1) * sizeof *view->hints);
     if (!view->hints) return ENOMEM;
     view->lock_fd = pp_os_reopen(fd);
     int error = view->lock_fd < 0 ? errno : pp_os_map_file(fd, view->bytes, &view->base);
     if (!error) {
         view->header = (pp_shared_header *)view->base;
-        view->words = (uint64_t *)(view->base + words_offset());
-        view->pages = view->base + pages_offset(view->num_blocks);
+        view->words = (uint64_t *)(view->base + found.words);
+        view->nodes = (pp_index_node *)(view->base + found.nodes);
+        view->tokens = (int32_t *)(view->base + found.tokens);
+        view->buckets = (int32_t *)(view->base + found.buckets);
+        view->pages = view->base + found.pages;
+        view->bucket_mask = found.num_buckets - 1;
+        view->seed = LOAD(&view->header->seed);
         list_view(view); /* before it takes a slot: a fork in another thread then closes the child's copy */
         error = take_slot(view);
         if (error) {
@@ -230,6 +259,7 @@ void pp_shared_free(pp_shared *view) {
     delist_view(view);
     pp_os_release(view->base, view->bytes);
     free(view->hints);
+    free(view->victims);
     *view = (pp_shared){0};
 }
 

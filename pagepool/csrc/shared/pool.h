@@ -4,6 +4,7 @@
  *           limit      number of blocks that may be allocated
  *           slots      one per process
  *           words      one per block: {generation:32 | holders:32}
+ *           index      which block has the keys and values of which tokens: see index.h
  *           pages      at a multiple of 2 MiB
  *
  * Bit s of holders is set while the process in slot s has references to the block.  The number of references
@@ -27,6 +28,7 @@
 #include <stdint.h>
 
 #include "pagepool/layout.h"
+#include "pagepool/lock.h"
 #include "pagepool/status.h"
 
 #define PP_SHARED_MAGIC "pagepool"
@@ -68,9 +70,36 @@ typedef struct pp_shared_header {
         unsigned char first_page[4096];
     };
     int64_t limit;
-    uint64_t unused[7];
+    uint64_t seed; /* of the hashes of the index; secret, so that no request can construct collisions */
+    uint64_t unused[6];
+    /* The index.  The counters only rise. */
+    uint64_t index_lock; /* the bit of the process that writes, or 0 */
+    uint64_t dirty;      /* set while buckets and chains may be wrong */
+    uint64_t tick;       /* counts look-ups and insertions: the clock of the eviction order */
+    uint64_t inserted;
+    uint64_t evicted;
+    uint64_t forgotten;
+    uint64_t unused_too[2];
     pp_shared_slot slots[PP_SHARED_PROCESSES];
 } pp_shared_header;
+
+/* Node b of the index belongs to block b: see index.h.  64 bytes. */
+typedef struct pp_index_node {
+    uint64_t hash;
+    uint64_t root[2];
+    uint64_t stamp;      /* tick of the last use */
+    int32_t parent;      /* block of the tokens before, -1 for the first block */
+    uint32_t generation; /* of the parent */
+    int32_t depth;
+    int32_t next;        /* block + 1 of the next node with the same bucket, 0 at the end */
+    uint64_t unused[2];
+} pp_index_node;
+
+typedef struct pp_index_victim {
+    uint64_t stamp;
+    int32_t block;
+    int32_t depth;
+} pp_index_victim;
 
 /* One process's view of a pool. */
 typedef struct pp_shared {
@@ -78,12 +107,18 @@ typedef struct pp_shared {
     size_t bytes;
     pp_shared_header *header;
     uint64_t *words;
+    pp_index_node *nodes;
+    int32_t *tokens;  /* block_size of each block */
+    int32_t *buckets; /* block + 1 of the first node, or 0 */
     unsigned char *pages;
     pp_shared_slot *slot; /* of this process */
     uint64_t epoch;       /* of the slot when it was taken.  Equal to slot->epoch until the process gives it up. */
     uint64_t bit;
+    uint64_t seed;
+    uint64_t bucket_mask;
     int64_t num_blocks;
     int64_t block_bytes;
+    int64_t block_size;
     int fd;
     int lock_fd;
     /* Private: blocks that this process freed last, as hints where to look for a free one.  num_hints <= num_blocks. */
@@ -92,17 +127,21 @@ typedef struct pp_shared {
     int64_t cursor; /* where the search for a free block goes on */
     int64_t held;   /* blocks that have this process's bit */
     int64_t peak;   /* most that `held` ever was */
+    pp_lock *lock;   /* of the allocator */
+    pp_lock writers; /* threads of this process that write the index */
+    pp_index_victim *victims; /* blocks that were idle when the list was made, the oldest last */
+    int64_t num_victims;
     struct pp_shared *next, *previous; /* all views of this process, for fork */
 } pp_shared;
 
 /* Bytes of the file; 0 if no file can have that many. */
-size_t pp_shared_bytes(int64_t num_blocks, int64_t block_bytes);
+size_t pp_shared_bytes(int64_t num_blocks, const pp_kv_layout *layout);
 
 /* Functions that return int return 0 or an errno. */
 
 /* Makes a pool in an empty file, with memory for the first `limit` blocks.  EEXIST: the file has a pool.  ENOSPC: the
  * file system has too little memory.  ENOMEM: no file can have that many bytes. */
-int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit);
+int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed);
 
 /* Reads the shape of a pool.  EBADMSG: the file is not a pool of this version, or its sizes disagree. */
 int pp_shared_read(int fd, pp_shared_shape *shape);

@@ -1,0 +1,345 @@
+/* index.c: see index.h. */
+#include "index.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "../block_hash.h"
+#include "../os/os.h"
+#include "../relax.h"
+
+#define LOAD(place) __atomic_load_n(place, __ATOMIC_ACQUIRE)
+#define STORE(place, value) __atomic_store_n(place, value, __ATOMIC_RELEASE)
+#define CAS(place, expected, value) \
+    __atomic_compare_exchange_n(place, expected, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+
+enum {
+    MOST_STEPS = 512,  /* of a reader along one chain */
+    SPINS = 64,        /* before a waiting writer yields */
+    PATIENCE = 256,    /* yields between two searches for a dead writer */
+    MOST_VICTIMS = 8192
+};
+
+/* What identifies a node, except for its tokens. */
+typedef struct key {
+    uint64_t hash, root[2];
+    int32_t parent; /* -1: the root */
+    uint32_t generation; /* of the parent */
+    int32_t depth;
+} key;
+
+static key first_key(const pp_shared *view, const pp_index_path *path) {
+    return (key){.hash = pp_hash_fold(path->root[0] ^ view->seed, path->root[1] ^ 0x9e3779b97f4a7c15u),
+                 .root = {path->root[0], path->root[1]}, .parent = -1};
+}
+
+static key next_key(const key *before, int32_t block, uint64_t word) {
+    key next = *before;
+    next.parent = block;
+    next.generation = (uint32_t)(word >> 32);
+    next.depth++;
+    return next;
+}
+
+static int32_t *tokens_of(const pp_shared *view, int32_t b) { return view->tokens + (int64_t)b * view->block_size; }
+
+static int32_t *bucket_of(const pp_shared *view, uint64_t hash) { return &view->buckets[hash & view->bucket_mask]; }
+
+static int is_node(const pp_shared *view, int32_t b, const key *wanted, const int32_t *tokens) {
+    const pp_index_node *node = &view->nodes[b];
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    const int equal = node->hash == wanted->hash && node->parent == wanted->parent &&
+                      node->generation == wanted->generation && node->root[0] == wanted->root[0] &&
+                      node->root[1] == wanted->root[1] &&
+                      !memcmp(tokens_of(view, b), tokens, (size_t)view->block_size * sizeof *tokens);
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    return equal;
+}
+
+/* The block with these tokens behind the parent, or -1; `word` is the word of the block before the comparison. */
+static int32_t find(const pp_shared *view, const key *wanted, const int32_t *tokens, uint64_t *word) {
+    int32_t at = LOAD(bucket_of(view, wanted->hash));
+    for (int steps = 0; steps < MOST_STEPS && at > 0 && at <= view->num_blocks; steps++) {
+        const int32_t b = at - 1;
+        if (LOAD(&view->nodes[b].hash) == wanted->hash) {
+            *word = LOAD(&view->words[b]);
+            if (*word & PP_INDEX_BIT && is_node(view, b, wanted, tokens)) return b;
+        }
+        at = LOAD(&view->nodes[b].next);
+    }
+    return -1;
+}
+
+/* Adds the bit of this process while the index holds the block with the generation in `word`. */
+static int adopt(pp_shared *view, int32_t b, uint64_t word) {
+    const uint32_t generation = (uint32_t)(word >> 32);
+    do {
+        if ((uint32_t)(word >> 32) != generation || !(word & PP_INDEX_BIT)) return 0;
+        PP_STEP();
+    } while (!CAS(&view->words[b], &word, word | view->bit));
+    PP_STEP();
+    view->held += !(word & view->bit);
+    if (view->held > view->peak) view->peak = view->held;
+    return 1;
+}
+
+int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *counts, int32_t *blocks) {
+    if (pp_shared_is_stale(view)) return 0;
+    const uint64_t now = counts ? __atomic_add_fetch(&view->header->tick, 1, __ATOMIC_RELAXED) : 0;
+    key wanted = first_key(view, path);
+    for (int64_t i = 0; i < path->n; i++) {
+        const int32_t *tokens = path->tokens + i * view->block_size;
+        uint64_t word;
+        wanted.hash = pp_hash_block(wanted.hash, tokens, view->block_size);
+        const int32_t b = find(view, &wanted, tokens, &word);
+        if (b < 0) return i;
+        if (counts) {
+            const int is_first = counts[b] == 0;
+            if (counts[b] == INT32_MAX || !adopt(view, b, word)) return i;
+            if (!is_node(view, b, &wanted, tokens)) {
+                if (is_first) pp_shared_drop(view, &b, 1);
+                return i;
+            }
+            __atomic_store_n(&counts[b], counts[b] + 1, __ATOMIC_RELEASE);
+            __atomic_store_n(&view->nodes[b].stamp, now, __ATOMIC_RELAXED);
+        }
+        if (blocks) blocks[i] = b;
+        wanted = next_key(&wanted, b, word);
+    }
+    return path->n;
+}
+
+static void link_node(pp_shared *view, int32_t b) {
+    int32_t *bucket = bucket_of(view, view->nodes[b].hash);
+    STORE(&view->nodes[b].next, *bucket);
+    PP_STEP();
+    STORE(bucket, b + 1);
+    PP_STEP();
+}
+
+static void unlink_node(pp_shared *view, int32_t b) {
+    int32_t *link = bucket_of(view, view->nodes[b].hash);
+    for (int64_t steps = 0; steps <= view->num_blocks && *link > 0 && *link <= view->num_blocks; steps++) {
+        if (*link == b + 1) {
+            STORE(link, view->nodes[b].next);
+            PP_STEP();
+            return;
+        }
+        link = &view->nodes[*link - 1].next;
+    }
+}
+
+static void rebuild(pp_shared *view) {
+    for (uint64_t i = 0; i <= view->bucket_mask; i++) STORE(&view->buckets[i], 0);
+    PP_STEP();
+    for (int32_t b = 0; b < view->num_blocks; b++)
+        if (LOAD(&view->words[b]) & PP_INDEX_BIT) link_node(view, b);
+}
+
+/* Whether no attached process can have locked the index: then the lock word was damaged. */
+static int is_damaged(const pp_shared *view, uint64_t owner) {
+    if (owner == view->bit || owner & (owner - 1) || owner >= PP_INDEX_BIT) return 1;
+    return LOAD(&view->header->slots[__builtin_ctzll(owner)].state) == 0;
+}
+
+/* Waits until this process has the index; returns 0 if the view is stale.  Threads of one process wait in turn. */
+static int begin(pp_shared *view) {
+    if (pp_shared_is_stale(view)) return 0; /* in a child after fork, another thread may have had the lock below */
+    pp_lock_acquire(&view->writers);
+    for (int64_t tries = 1;; tries++) {
+        uint64_t owner = 0;
+        if (pp_shared_is_stale(view)) {
+            pp_lock_release(&view->writers);
+            return 0;
+        }
+        if (CAS(&view->header->index_lock, &owner, view->bit)) break;
+        if (tries < SPINS)
+            pp_relax();
+        else
+            pp_os_yield();
+        if (tries % PATIENCE == 0) {
+            if (view->lock) pp_lock_acquire(view->lock);
+            pp_shared_reap(view);
+            if (view->lock) pp_lock_release(view->lock);
+            if (owner && is_damaged(view, owner) && CAS(&view->header->index_lock, &owner, view->bit)) {
+                STORE(&view->header->dirty, 1);
+                break;
+            }
+        }
+    }
+    PP_STEP();
+    if (LOAD(&view->header->dirty)) rebuild(view);
+    STORE(&view->header->dirty, 1);
+    PP_STEP();
+    return 1;
+}
+
+static void end(pp_shared *view) {
+    STORE(&view->header->dirty, 0);
+    PP_STEP();
+    STORE(&view->header->index_lock, 0);
+    PP_STEP();
+    pp_lock_release(&view->writers);
+}
+
+/* Clears bit 30; with `only_idle` only if no other bit is set.  Returns 0 if it was not cleared. */
+static int release_block(pp_shared *view, int32_t b, int only_idle) {
+    uint64_t word = LOAD(&view->words[b]);
+    do {
+        if (!(word & PP_INDEX_BIT) || (only_idle && (uint32_t)word != PP_INDEX_BIT)) return 0;
+        PP_STEP();
+    } while (!CAS(&view->words[b], &word, word & ~(uint64_t)PP_INDEX_BIT));
+    PP_STEP();
+    unlink_node(view, b); /* no other writer can use the node before this one releases the lock */
+    return 1;
+}
+
+int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
+                        int64_t *failed) {
+    const size_t row = (size_t)view->block_size * sizeof *path->tokens;
+    key wanted = first_key(view, path);
+    int64_t i = 0, fresh = 0;
+    if (!begin(view)) return 0;
+    const uint64_t now = __atomic_add_fetch(&view->header->tick, 1, __ATOMIC_RELAXED);
+    for (int is_known = 1; i < path->n; i++) {
+        const int32_t *tokens = path->tokens + i * view->block_size;
+        uint64_t word;
+        wanted.hash = pp_hash_block(wanted.hash, tokens, view->block_size);
+        const int32_t known = is_known ? find(view, &wanted, tokens, &word) : -1;
+        if (known >= 0) {
+            __atomic_store_n(&view->nodes[known].stamp, now, __ATOMIC_RELAXED);
+            wanted = next_key(&wanted, known, word);
+            continue;
+        }
+        if (is_known) { /* check the rest before anything changes */
+            is_known = 0;
+            for (*failed = i; *failed < path->n; ++*failed) {
+                const int32_t b = blocks[*failed];
+                const int is_held = b >= 0 && b < view->num_blocks && __atomic_load_n(&counts[b], __ATOMIC_ACQUIRE) > 0;
+                /* A node with the same tokens is one whose parent was evicted: it gets a new parent. */
+                if (!is_held || (LOAD(&view->words[b]) & PP_INDEX_BIT &&
+                                 memcmp(tokens_of(view, b), path->tokens + *failed * view->block_size, row))) {
+                    end(view);
+                    return -1;
+                }
+            }
+        }
+        const int32_t b = blocks[i];
+        pp_index_node *node = &view->nodes[b];
+        if (LOAD(&view->words[b]) & PP_INDEX_BIT && memcmp(tokens_of(view, b), tokens, row)) break; /* given twice */
+        if (release_block(view, b, 0)) fresh--;
+        STORE(&node->hash, wanted.hash);
+        PP_STEP();
+        node->root[0] = wanted.root[0];
+        PP_STEP();
+        node->root[1] = wanted.root[1];
+        PP_STEP();
+        node->parent = wanted.parent;
+        PP_STEP();
+        node->generation = wanted.generation;
+        PP_STEP();
+        node->depth = wanted.depth;
+        PP_STEP();
+        __atomic_store_n(&node->stamp, now, __ATOMIC_RELAXED);
+        memcpy(tokens_of(view, b), tokens, row);
+        PP_STEP();
+        word = __atomic_fetch_or(&view->words[b], (uint64_t)PP_INDEX_BIT, __ATOMIC_ACQ_REL);
+        PP_STEP();
+        link_node(view, b);
+        wanted = next_key(&wanted, b, word);
+        fresh++;
+    }
+    if (fresh > 0) __atomic_fetch_add(&view->header->inserted, (uint64_t)fresh, __ATOMIC_RELAXED);
+    end(view);
+    return fresh;
+}
+
+static int by_age(const void *left, const void *right) {
+    const pp_index_victim *a = left, *b = right;
+    if (a->stamp != b->stamp) return a->stamp < b->stamp ? 1 : -1; /* the oldest is last */
+    return (a->depth > b->depth) - (a->depth < b->depth);          /* a child is evicted before its parent */
+}
+
+/* Lists the idle blocks, the oldest last.  O(n log n), amortised over the blocks of the list. */
+static void list_victims(pp_shared *view) {
+    int64_t count = 0;
+    view->num_victims = 0;
+    if (!view->victims) view->victims = malloc(((size_t)view->num_blocks + 1) * sizeof *view->victims);
+    if (!view->victims) return;
+    for (int32_t b = 0; b < view->num_blocks; b++)
+        if ((uint32_t)LOAD(&view->words[b]) == PP_INDEX_BIT)
+            view->victims[count++] = (pp_index_victim){view->nodes[b].stamp, b, view->nodes[b].depth};
+    qsort(view->victims, (size_t)count, sizeof *view->victims, by_age);
+    if (count > MOST_VICTIMS) {
+        memmove(view->victims, view->victims + count - MOST_VICTIMS, MOST_VICTIMS * sizeof *view->victims);
+        count = MOST_VICTIMS;
+    }
+    view->num_victims = count;
+}
+
+int64_t pp_index_evict(pp_shared *view, int64_t n) {
+    int64_t done = 0, done_before = -1;
+    if (n <= 0 || !begin(view)) return 0;
+    while (done < n) {
+        if (!view->num_victims) {
+            if (done == done_before) break;
+            done_before = done;
+            list_victims(view);
+            if (!view->num_victims) break;
+        }
+        const pp_index_victim victim = view->victims[--view->num_victims];
+        if (view->nodes[victim.block].stamp != victim.stamp || !release_block(view, victim.block, 1)) continue;
+        done++;
+        if (view->lock) pp_lock_acquire(view->lock);
+        if (view->num_hints < view->num_blocks) view->hints[view->num_hints++] = victim.block;
+        if (view->lock) pp_lock_release(view->lock);
+    }
+    __atomic_fetch_add(&view->header->evicted, (uint64_t)done, __ATOMIC_RELAXED);
+    end(view);
+    return done;
+}
+
+int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n) {
+    int64_t count = 0;
+    if (!begin(view)) return 0;
+    for (int64_t i = 0; i < (blocks ? n : view->num_blocks); i++) {
+        const int32_t b = blocks ? blocks[i] : (int32_t)i;
+        if (b >= 0 && b < view->num_blocks) count += release_block(view, b, 0);
+    }
+    __atomic_fetch_add(&view->header->forgotten, (uint64_t)count, __ATOMIC_RELAXED);
+    end(view);
+    return count;
+}
+
+int64_t pp_index_count(const pp_shared *view, int only_idle) {
+    int64_t count = 0;
+    for (int64_t b = 0; b < view->num_blocks; b++) {
+        const uint32_t holders = (uint32_t)__atomic_load_n(&view->words[b], __ATOMIC_RELAXED);
+        count += only_idle ? holders == PP_INDEX_BIT : (holders & PP_INDEX_BIT) != 0;
+    }
+    return count;
+}
+
+const char *pp_index_audit(pp_shared *view) {
+    int64_t cached = 0, linked = 0, seen;
+    const char *broken = NULL;
+    if (!begin(view)) return NULL;
+    for (int32_t b = 0; b < view->num_blocks; b++) {
+        if (!(LOAD(&view->words[b]) & PP_INDEX_BIT)) continue;
+        cached++;
+        seen = 0;
+        int32_t at = *bucket_of(view, view->nodes[b].hash);
+        for (int64_t steps = 0; at > 0 && at <= view->num_blocks && steps <= view->num_blocks; steps++) {
+            seen += at == b + 1;
+            at = view->nodes[at - 1].next;
+        }
+        if (seen != 1) broken = "a cached block is once in the chain of its hash";
+    }
+    for (uint64_t i = 0; i <= view->bucket_mask; i++) {
+        int32_t at = view->buckets[i];
+        for (; at > 0 && at <= view->num_blocks && linked <= cached; linked++) at = view->nodes[at - 1].next;
+    }
+    if (linked != cached) broken = "blocks in chains are cached";
+    end(view);
+    return broken;
+}

@@ -1,0 +1,60 @@
+/* shared/index.h: the prefix index of a shared pool: which block holds the keys and values of which tokens.
+ *
+ * Block b has node b.  Bit 30 of the word of b says that node b is valid; the bit also holds the block.
+ *
+ *   truth     bit 30, and of a node: root, parent, generation of the parent, tokens, hash, depth
+ *   derived   buckets, and `next` of a node.  `dirty` is set while they may be wrong.
+ *
+ * A node is found if the root, the parent with its generation and all tokens are equal.  So when a parent is evicted
+ * and its block used again, the nodes behind it are not found any more.  They are evicted in their turn.
+ *
+ * Readers take no lock.  A reader compares the node, adds its bit to the word by a compare-and-swap that requires bit
+ * 30 and the generation that it has seen, and compares the node again: it is not written while bit 30 is set, and the
+ * page is not written while two bits are set.  Steps are bounded and ids checked, so a reader that meets a writer can
+ * miss a block, but never return a wrong one.
+ *
+ * Writers hold the lock word, which has the number of their slot.  The sweep of a dead process frees its lock.  `dirty`
+ * is still set then, and the next writer builds buckets from the nodes.
+ *
+ *   bit 30 of word b             <=>  node b is in the chain of its hash, once      lock free, not dirty
+ *   node b is not written             while bit 30 of word b is set, except `stamp` and `next`
+ */
+#ifndef PP_SHARED_INDEX_H
+#define PP_SHARED_INDEX_H
+
+#include "pool.h"
+
+#define PP_INDEX_BIT ((uint32_t)1 << PP_SHARED_PROCESSES)
+
+/* A path: n blocks of tokens behind a root, the 128-bit digest of salt and extra keys. */
+typedef struct pp_index_path {
+    uint64_t root[2];
+    const int32_t *tokens;
+    int64_t n;
+} pp_index_path;
+
+/* Finds the longest cached beginning of the path.  With `counts`, the private reference counts, takes a reference to
+ * each block and requires the lock of the allocator; with NULL it takes none.  Returns the number of blocks. */
+int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *counts, int32_t *blocks);
+
+/* The functions below wait for the lock of the index, and must be called without the lock of the allocator.  They do
+ * nothing if the view is stale. */
+
+/* Caches blocks of the calling process for the path; returns how many are new.  If the index has another block for the
+ * same tokens, that one stays.  Returns -1 if blocks[failed] is out of range, free, or cached for other tokens. */
+int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
+                        int64_t *failed);
+
+/* Evicts up to n blocks that only the index holds, those that were found or cached the longest time ago first. */
+int64_t pp_index_evict(pp_shared *view, int64_t n);
+
+/* Forgets blocks, in use or not; `blocks` NULL: all of them.  Returns how many were cached. */
+int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n);
+
+/* The first equation that does not hold, or NULL. */
+const char *pp_index_audit(pp_shared *view);
+
+/* Number of cached blocks, and of those that only the index holds. */
+int64_t pp_index_count(const pp_shared *view, int only_idle);
+
+#endif
