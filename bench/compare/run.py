@@ -1,7 +1,7 @@
 """Compare servers on one small model: latency, throughput, shared prefixes, retained cache and memory.
 
     python bench/compare/run.py [--side pagepool,vllm,llama_cpp] [--peers build/peers] [--threads 2] [--rounds 3]
-                                [--json FILE] [--plot FILE]
+                                [--folder DIR] [--json FILE] [--plot FILE]
 
 Needs the extra `serve`, httpx and, for the row "retained", cache-pressure. vLLM and llama-cpp-python (with its extra
 `server`) have their own environments in `--peers`: `vllm` and `llama_cpp`; this one then also needs gguf. A side
@@ -306,12 +306,13 @@ def main():
     parser.add_argument("--peers", type=Path, default=ROOT / "build/peers")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="folder for the model; vLLM compiles again for a new one")
     parser.add_argument("--vllm-options", default="", help="more arguments for vLLM: --vllm-options=--enforce-eager")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+        folder = options.folder or Path(place)
         gguf = ["--gguf"] if "llama_cpp" in options.side and importlib.util.find_spec("gguf") else []
         subprocess.run([sys.executable, str(HERE / "model.py"), str(folder), *gguf], check=True)
         rows = compare(options, folder)
