@@ -5,8 +5,9 @@ from numpy.typing import NDArray
 
 from pagepool.memory.kv_pool import KvCachePool
 
-__all__ = ["decode", "prefill"]
+__all__ = ["auto_arithmetic", "decode", "prefill"]
 
+def auto_arithmetic(q_dtype: Any, page_dtype: Any) -> Literal["exact", "bf16x2"]: ...
 @overload
 def decode(
     q: Any,

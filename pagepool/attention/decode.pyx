@@ -48,9 +48,10 @@ from pagepool.memory.kv_pool cimport KvCachePool
 
 import numpy as np
 
+from pagepool._arguments import dtype_name
 from pagepool.errors import InvalidBlock
 
-__all__ = ["decode", "prefill"]
+__all__ = ["auto_arithmetic", "decode", "prefill"]
 
 cdef object FLOAT32 = np.dtype(np.float32)
 cdef object empty = np.empty
@@ -59,6 +60,32 @@ cdef int64_t MOST_ROWS = <int64_t>1 << 40  # limits sizes so that their bytes fi
 
 cdef pp_dtype kind_of(int kind) noexcept:
     return PP_BF16 if kind == TENSOR_BITS16 else <pp_dtype>kind
+
+
+cdef str choose_arithmetic(bint q_in_16_bits, bint pages_in_bf16):
+    return "bf16x2" if q_in_16_bits and pages_in_bf16 and <bytes>c_isa() == b"amx" else "exact"
+
+
+def auto_arithmetic(q_dtype, page_dtype):
+    """Return the arithmetic that "auto" of `decode` selects on this CPU.
+
+    Parameters
+    ----------
+    q_dtype, page_dtype
+        The dtypes of the queries and of the pages, such as "bfloat16".
+
+    Returns
+    -------
+    str
+        "bf16x2" or "exact".
+
+    Examples
+    --------
+    >>> auto_arithmetic("float32", "bfloat16")
+    'exact'
+    """
+    q_in_16_bits = dtype_name("q_dtype", q_dtype) != "float32"
+    return choose_arithmetic(q_in_16_bits, dtype_name("page_dtype", page_dtype) == "bfloat16")
 
 
 cdef double read_float(str name, object number) except? -1.0:
@@ -267,8 +294,8 @@ cdef class Arguments:
         if not isinstance(arithmetic, str) or arithmetic not in ("exact", "bf16x2", "bf16", "auto"):
             raise ValueError(f"arithmetic must be 'exact', 'bf16x2', 'bf16' or 'auto', not {arithmetic!r}")
         if arithmetic == "auto":
-            in_16_bit = self.args.q_dtype != PP_F32 and self.pool.dtype == self.pool.v_dtype == "bfloat16"
-            arithmetic = "bf16x2" if in_16_bit and <bytes>c_isa() == b"amx" else "exact"
+            in_bf16 = self.pool.dtype == self.pool.v_dtype == "bfloat16"
+            arithmetic = choose_arithmetic(self.args.q_dtype != PP_F32, in_bf16)
         if arithmetic == "exact":
             self.args.arithmetic = PP_EXACT
             return 0

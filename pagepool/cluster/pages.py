@@ -24,8 +24,8 @@ __all__ = ["Fetched", "PageMover", "model_identity"]
 PAUSE = 1e-4  # seconds between polls, because the peer's thread also needs a core
 
 
-def model_identity(name: str, folder: str | Path, dtype: str) -> str:
-    """Return the `model` of a `PageMover`. It differs for models with equal names and different weights.
+def model_identity(name: str, folder: str | Path, dtype: str, arithmetic: str = "exact") -> str:
+    """Return the `model` of a `PageMover`. It differs for models with equal names and different keys and values.
 
     Parameters
     ----------
@@ -35,13 +35,15 @@ def model_identity(name: str, folder: str | Path, dtype: str) -> str:
         Directory with the weights. All files are read.
     dtype : str
         The dtype in which the weights are loaded.
+    arithmetic : str
+        The arithmetic of attention, as in `decode`.
 
     Returns
     -------
     str
-        The name, a digest of the weights, and the dtype.
+        The name, a digest of the weights, the dtype and the arithmetic.
     """
-    return f"{name}, weights {weights_digest(folder)} as {dtype}"
+    return f"{name}, weights {weights_digest(folder)} as {dtype}, {arithmetic} attention"
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ class WorkerReplica:
             from pagepool.cluster.pages import model_identity
             from pagepool.transfer.nixl import NixlTransfer
 
-            identity = model_identity(options["name"], options["model"], options["dtype"])
+            arithmetic = engine.runner.arithmetic
+            identity = model_identity(options["name"], options["model"], options["dtype"], arithmetic)
             transfer = NixlTransfer(name, TRANSFER_SECONDS, serves=is_prefill)
         stops = stop_token_ids_of(model, tokenizer)
         self._worker = Worker(

@@ -122,7 +122,7 @@ class PagedForward:
         ends = np.cumsum([len(row) for row in tokens])
         wanted = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, keep, strict=True)])
         cache = Cache(layers=[self._paged_layer(number) for number in range(len(self.layout.states))])
-        step = Step(memory.pools, tables, seen, self.layout.borrowed)
+        step = Step(memory.pools, tables, seen, self.layout.borrowed, arithmetic=memory.arithmetic)
         # The model must compute logits of at least one token.
         rows = torch.from_numpy(wanted) if len(wanted) else torch.tensor([0])
         logits = self._call(step, ids, torch.from_numpy(positions)[None], cache, rows)[0]
@@ -141,7 +141,7 @@ class PagedForward:
         """Run sequences with equal numbers of tokens as rows of a batch. Either all are new or all have a state."""
         ids = torch.tensor(tokens)
         positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
-        step = Step(memory.pools, tables, seen, self.layout.borrowed, slots)
+        step = Step(memory.pools, tables, seen, self.layout.borrowed, slots, memory.arithmetic)
         in_place = self.hooks.steps_in_place if starts[0] and ids.shape[1] == 1 else ()
         layers: list[Any] = []
         for number, views in enumerate(memory.views):

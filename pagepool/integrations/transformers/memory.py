@@ -52,11 +52,20 @@ class ModelMemory:
         The recurrent states.
     state_layout : StateLayout or None
         The layout of the recurrent states of a sequence.
+    arithmetic : str
+        The arithmetic of attention over these pages, as in `decode`.
     """
 
     def __init__(
-        self, layout: ModelLayout, num_blocks: int, dtype: Any, block_size: int = 16, max_sequences: int = 32
+        self,
+        layout: ModelLayout,
+        num_blocks: int,
+        dtype: Any,
+        block_size: int = 16,
+        max_sequences: int = 32,
+        arithmetic: str = "exact",
     ) -> None:
+        self.arithmetic = arithmetic
         self._pools: list[KvCachePool] = []
         for kv in kv_layouts(layout, block_size, dtype):
             allocator = self._pools[0].allocator if self._pools else None

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pagepool._arguments import integer
+from pagepool._arguments import dtype_name, integer
+from pagepool.attention.decode import auto_arithmetic
 from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.linear import packs
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
@@ -62,10 +63,17 @@ class ModelRunner:
         until `close`, and until then the model runs only in this runner. "auto": "only" for a model in bfloat16 on a
         CPU with bfloat16 instructions, otherwise False.
 
+    arithmetic : str
+        The arithmetic of attention: "exact", "bf16x2", "bf16" or "auto", as in `decode`. "auto" is "bf16x2" for a model
+        in 16 bits with pages in bfloat16 on a CPU with AMX, otherwise "exact". Runners share pages through stores and
+        transfers only if they have the same arithmetic: choose one for CPUs with and without AMX.
+
     Attributes
     ----------
     model : PreTrainedModel
         The model.
+    arithmetic : str
+        The arithmetic in use: not "auto".
     block_size : int
         Tokens per block.
     max_sequences : int
@@ -116,6 +124,7 @@ class ModelRunner:
         block_size: int = 16,
         max_sequences: int = 32,
         pack_weights: bool | str = False,
+        arithmetic: str = "auto",
     ) -> None:
         if pack_weights not in (True, False, "only", "auto"):
             raise ValueError(f"pack_weights must be True, False, 'only' or 'auto', not {pack_weights!r}")
@@ -135,6 +144,7 @@ class ModelRunner:
         self.max_model_len: int | None = self.length_limit or getattr(config, "max_position_embeddings", None)
         if dtype is None:
             dtype = model.dtype
+        self.arithmetic = chosen_arithmetic(arithmetic, model.dtype, dtype)
         block_bytes = sum(kv.block_bytes for kv in kv_layouts(layout, block_size, dtype))
         if not block_bytes:
             num_blocks = 0
@@ -143,7 +153,7 @@ class ModelRunner:
         elif num_blocks is None:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
             num_blocks = max_sequences * len(layout.groups) * -(-length // block_size)
-        self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences)
+        self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences, self.arithmetic)
         if pack_weights == "auto":
             pack_weights = "only" if model.dtype is torch.bfloat16 and packs(model.dtype) else False
         self._give_back_weights: Any = None
@@ -231,9 +241,15 @@ class ModelRunner:
         weights
             A digest of the weights, such as `weights_digest` returns. None: every weight is read.
         """
-        memory, packed = self._memory, self._paged_forward.hooks.packed
+        memory = self._memory
         return model_fingerprint(
-            self.model, memory.all_pools, self.block_size, weights, packed=packed, states=memory.state_layout
+            self.model,
+            memory.all_pools,
+            self.block_size,
+            weights,
+            packed=self._paged_forward.hooks.packed,
+            states=memory.state_layout,
+            arithmetic=self.arithmetic,
         )
 
     def new_prefix_cache(self, max_events: int = 0, store: PrefixStore | None = None) -> PrefixCache:
@@ -345,6 +361,18 @@ class ModelRunner:
         if self._give_back_weights is not None:
             self._paged_forward.hooks.use(None)
             self._give_back_weights()
+
+
+def chosen_arithmetic(arithmetic: str, dtype: Any, page_dtype: Any) -> str:
+    """Return the arithmetic of attention for a model and pages of these dtypes. Raises ValueError if it cannot be."""
+    if arithmetic not in ("exact", "bf16x2", "bf16", "auto"):
+        raise ValueError(f"arithmetic must be 'exact', 'bf16x2', 'bf16' or 'auto', not {arithmetic!r}")
+    if arithmetic == "auto":
+        return auto_arithmetic(dtype, page_dtype)
+    pages = dtype_name("dtype", page_dtype)
+    if arithmetic != "exact" and pages != "bfloat16":
+        raise ValueError(f"arithmetic {arithmetic!r} is for pages of bfloat16, not {pages}")
+    return arithmetic
 
 
 def rope_limit(config: Any) -> int | None:

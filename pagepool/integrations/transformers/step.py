@@ -88,9 +88,11 @@ class Step:
         Modules that attend to the keys and values of another layer -> this layer.
     slots : sequence of int
         State slot of each sequence. Empty for a model without recurrent states.
+    arithmetic : str
+        The arithmetic of attention, as in `decode`.
     """
 
-    __slots__ = ("borrowed", "pending", "pools", "seen", "slots", "tables", "threads")
+    __slots__ = ("arithmetic", "borrowed", "pending", "pools", "seen", "slots", "tables", "threads")
 
     def __init__(
         self,
@@ -99,12 +101,14 @@ class Step:
         seen: int,
         borrowed: Mapping[Any, AttentionLayer],
         slots: Sequence[int] = (),
+        arithmetic: Any = "exact",
     ) -> None:
         self.pools = pools
         self.tables = tables
         self.seen = seen
         self.borrowed = borrowed
         self.slots = slots
+        self.arithmetic = arithmetic
         self.pending: AttentionLayer | None = None
         self.threads = torch.get_num_threads()
 
@@ -146,6 +150,7 @@ class Step:
             alibi_slopes=alibi_slopes,
             sinks=sinks,
             out=out,
+            arithmetic=self.arithmetic,
             num_threads=self.threads,
         )
         if layer.latent:

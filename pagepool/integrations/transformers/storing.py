@@ -26,6 +26,7 @@ def model_fingerprint(
     weights: str | None = None,
     packed: PackedLinears | None = None,
     states: StateLayout | None = None,
+    arithmetic: str = "exact",
 ) -> Fingerprint:
     """Return the fingerprint of a model's pages.
 
@@ -46,6 +47,8 @@ def model_fingerprint(
         Packed linear layers of the model, which may have dropped their weights.
     states : StateLayout or None
         The recurrent states of a sequence, for a model that has some.
+    arithmetic : str
+        The arithmetic of attention, as in `decode`.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_PAGES}
     return fingerprint_of(
@@ -56,7 +59,7 @@ def model_fingerprint(
         model=type(model).__name__,
         config=json.loads(json.dumps(config, default=str), parse_constant=str),  # a limit may be infinite
         dtype=str(model.dtype),
-        arithmetic="exact",
+        arithmetic=arithmetic,
     )
 
 
