@@ -59,6 +59,16 @@ def python_of(peer, folder):
     return Path(folder) / peer.folder / "bin" / "python"
 
 
+def python_with(module, names, folder):
+    """Return the interpreter of the first of these peers that has the module. Without one, say so and return None."""
+    for name in names:
+        python = python_of(PEERS[name], folder)
+        if python.exists() and subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0:
+            return python
+    print(f"no environment in {folder} has {module}: python bench/peers.py --install makes one")
+    return None
+
+
 def works(peer, folder):
     """Return true if the environment exists and is complete."""
     python = python_of(peer, folder)

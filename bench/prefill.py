@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # fallback: the packa
 
 from interleave import Process, bound_of, counts
 from machine import Machine, cpu_name
-from peers import PEERS, python_of
+from peers import python_with
 
 import pagepool
 
@@ -218,15 +218,6 @@ def measure_avx2(options):
     return rows
 
 
-def python_with(module, names, folder):
-    """Return the interpreter of a peer's environment that has the module, or None."""
-    for name in names:
-        python = python_of(PEERS[name], folder)
-        if python.exists() and subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0:
-            return python
-    return None
-
-
 def question_of(name, cell, threads, seconds):
     """Return the request to a peer, or None if the peer cannot run the cell."""
     asked = {"heads": cell.heads, "kv_heads": cell.kv_heads, "dim": cell.dim, "length": cell.new, "dtype": cell.dtype}
@@ -277,11 +268,8 @@ def compare(options, machine):
     cells = options.cell or [replace(LONG, new=length) for length in PEER_LENGTHS]
     print(f"{'heads:prompts':24} {'dtype':9} {'arithmetic':10} threads   ours, ms  peer, ms  times  share   peer")
     for name in options.peer:
-        python = python_with(
-            *({"torch": ("torch", ("sdpa", "vllm")), "vllm": ("vllm", ("vllm",))}[name]), options.peers
-        )
+        python = python_with(name, {"torch": ("sdpa", "vllm"), "vllm": ("vllm",)}[name], options.peers)
         if python is None:
-            print(f"no environment in {options.peers} has {name}: python bench/peers.py --install makes one")
             continue
         peer = Process(python, "", {}, f"sides/{name}_prefill.py")
         for cell in cells:

@@ -51,21 +51,45 @@ static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
         }
 }
 
-/* Returns 1 if sharing saves at least a quarter of the cost of a run.  Costs are in multiply-adds per element.  Without
- * sharing, each sequence fetches K and V while it computes.  With sharing, K and V are fetched once, and a row costs
- * 0.6 as much to compute (measured on Intel with one thread). */
+/* Cost of rows in hundredths of a multiply-add per element, for scores or values and one part.  A row of exact
+ * arithmetic has two such products, a row of tiles one for each part of its query and of its weights. */
+typedef struct row_costs {
+    int64_t products, step_rows;
+    int64_t alone, together; /* per product: with fewer rows than step_rows, and in steps */
+} row_costs;
+
+/* Exact arithmetic: a row of a panel costs 0.6 of a row alone (Intel, one thread).  Tiles by vectors: by count of
+ * instructions, a row among 6 costs 0.9 of a row among 4.  AMX: with 128 rows per KV head, each product took a tenth of
+ * the time of exact arithmetic's panel, the copy of V included (one thread). */
+static row_costs costs_of_rows(const pp_decode_args *args) {
+    enum { ALONE = 50, IN_PANEL = 30 };
+    if (way_of(args) != PP_WAY_TILES) return (row_costs){2, kernels_of(args)->panel_rows, ALONE, IN_PANEL};
+    const pp_tile_kernels *tiles = kernels_of(args)->tiles;
+    const int parts = pp_query_parts(args->arithmetic, args->q_dtype) + pp_weight_parts(args->arithmetic);
+    return (row_costs){parts, tiles->step_rows, ALONE, tiles->part_cost};
+}
+
+/* Returns 1 if sharing saves at least a fifth of the cost of a run.  Costs are in hundredths of a multiply-add per
+ * element.  Without sharing, each sequence fetches K and V while it computes.  With sharing, K and V are fetched once,
+ * and rows are computed in full steps. */
 static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
-    const pp_kv_layout *layout = &plan->args.pool->layout;
+    const pp_decode_args *args = &plan->args;
+    const pp_kv_layout *layout = &args->pool->layout;
     const int64_t elements = (int64_t)PP_GROUP * (layout->head_dim + (layout->v_in_k ? 0 : layout->v_head_dim));
-    const int64_t fetch = ceil_div(PRODUCTS_PER_FETCH * layout->head_bytes, 2 * elements);
-    const int64_t panel = panel_rows_of(&plan->args);
+    const int64_t fetch = 100 * ceil_div(PRODUCTS_PER_FETCH * layout->head_bytes, 2 * elements);
+    const row_costs cost = costs_of_rows(args);
+    const int tiles = way_of(args) == PP_WAY_TILES;
     int64_t alone = 0, rows = 0;
     for (int32_t i = first; i < first + count; i++) {
-        const int64_t own = (int64_t)plan->args.num_qo_heads / layout->num_kv_heads * queries_of(plan, plan->order[i]);
-        alone += own > fetch ? own : fetch;
+        const int64_t own = (int64_t)args->num_qo_heads / layout->num_kv_heads * queries_of(plan, plan->order[i]);
+        const int64_t products = own * cost.products;
+        /* Tiles also compute the rows of one sequence in steps. */
+        const int64_t computed = products * (tiles && own >= cost.step_rows ? cost.together : cost.alone);
+        alone += computed > fetch ? computed : fetch;
         rows += own;
     }
-    return 4 * alone > 5 * fetch + 3 * panel * ceil_div(rows, panel);
+    const int64_t padded = cost.step_rows * ceil_div(rows, cost.step_rows);
+    return 4 * alone > 5 * (fetch + padded * cost.products * cost.together);
 }
 
 /* For each chunk, lists the runs of adjacent sequences that share it and gain by sharing.  They must also have shared

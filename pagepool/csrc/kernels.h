@@ -192,7 +192,18 @@ typedef struct pp_tile_kernels {
     void (*shared)(const pp_shared *);
     int32_t panel_rows, block_rows; /* rows of a panel; of a block of query tokens, at most */
     int64_t (*bytes)(const pp_kv_layout *layout, int32_t arithmetic, int32_t q_dtype, int32_t rows); /* of scratch */
+    /* Cost model: a panel is computed in steps of `step_rows` rows.  In a full step, a product with one part of queries
+     * or weights costs `part_cost` hundredths of a multiply-add per element and row. */
+    int32_t step_rows, part_cost;
 } pp_tile_kernels;
+
+/* Number of bf16 parts of a query in PP_WAY_TILES: in "bf16x2" enough to represent it, in "bf16" one. */
+enum { PP_MOST_PARTS = 3 };
+static inline int pp_query_parts(int32_t arithmetic, int32_t q_dtype) {
+    return arithmetic == PP_ROUNDED_BF16 || q_dtype == PP_BF16 ? 1 : q_dtype == PP_F16 ? 2 : PP_MOST_PARTS;
+}
+/* Number of bf16 parts of a weight. */
+static inline int pp_weight_parts(int32_t arithmetic) { return arithmetic == PP_ROUNDED_BF16 ? 1 : 2; }
 
 typedef struct pp_kernels {
     const char *name;

@@ -36,7 +36,7 @@ static int64_t lay_out_tiles(const pp_kv_layout *layout, int q_parts, int32_t ro
 
 static int64_t tiles_bytes(const pp_kv_layout *layout, int32_t arithmetic, int32_t q_dtype, int32_t rows) {
     tile_scratch scratch;
-    return lay_out_tiles(layout, query_parts(arithmetic, q_dtype), rows, NULL, &scratch);
+    return lay_out_tiles(layout, pp_query_parts(arithmetic, q_dtype), rows, NULL, &scratch);
 }
 
 /* Distance in groups from the group that is read to the group that is prefetched into L2. */
@@ -236,7 +236,7 @@ static void tiles_chunk(const pp_chunk *work) {
     const int64_t row_stride = work->row_stride;
     tile_scratch scratch;
     tile_groups groups;
-    lay_out_tiles(layout, query_parts(work->arithmetic, work->q_dtype), PP_ROWS, work->scratch, &scratch);
+    lay_out_tiles(layout, pp_query_parts(work->arithmetic, work->q_dtype), PP_ROWS, work->scratch, &scratch);
     tile_job *job = scratch.job;
     if (work->block_sums)
         memset(work->block_sums + first * work->num_blocks, 0,
@@ -264,4 +264,5 @@ static void tiles_chunk(const pp_chunk *work) {
 }
 
 const pp_tile_kernels PP_CAT(pp_tiles_, PP_ISA, ) = {tiles_chunk,  tiles_prefill, tiles_shared,
-                                                      PP_ROWS,      8 * PP_ROWS,   tiles_bytes};
+                                                      PP_ROWS,      8 * PP_ROWS,   tiles_bytes,
+                                                      PP_PRODUCT_ROWS, 45};
