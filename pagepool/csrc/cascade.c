@@ -51,16 +51,16 @@ static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
         }
 }
 
-/* Cost of rows in hundredths of a multiply-add per element, for scores or values and one part.  A row of exact
- * arithmetic has two such products, a row of tiles one for each part of its query and of its weights. */
+/* Cost of rows in hundredths of a multiply-add per element, for each product.  A row has two products in exact
+ * arithmetic.  With tiles, it has one for each part of its query and of its weights. */
 typedef struct row_costs {
-    int64_t products, step_rows;
-    int64_t alone, together; /* per product: with fewer rows than step_rows, and in steps */
+    int64_t products, step_rows; /* rows of a panel are computed in full steps */
+    int64_t alone, together;
 } row_costs;
 
-/* Exact arithmetic: a row of a panel costs 0.6 of a row alone (Intel, one thread).  Tiles by vectors: by count of
- * instructions, a row among 6 costs 0.9 of a row among 4.  AMX: with 128 rows per KV head, each product took a tenth of
- * the time of exact arithmetic's panel, the copy of V included (one thread). */
+/* A row of a panel costs 0.6 of a row alone: measured with exact arithmetic on Intel and one thread, and assumed for
+ * tiles by vectors.  With AMX and 128 rows per KV head, a product took a tenth of its time in exact arithmetic's panel,
+ * the copy of V included. */
 static row_costs costs_of_rows(const pp_decode_args *args) {
     enum { ALONE = 50, IN_PANEL = 30 };
     if (way_of(args) != PP_WAY_TILES) return (row_costs){2, kernels_of(args)->panel_rows, ALONE, IN_PANEL};
@@ -68,6 +68,9 @@ static row_costs costs_of_rows(const pp_decode_args *args) {
     const int parts = pp_query_parts(args->arithmetic, args->q_dtype) + pp_weight_parts(args->arithmetic);
     return (row_costs){parts, tiles->step_rows, ALONE, tiles->part_cost};
 }
+
+/* Returns 1 if the rows of one sequence are a panel already: with tiles, from 16 rows on. */
+static int is_panel(const pp_decode_args *args, int64_t rows) { return way_of(args) == PP_WAY_TILES && rows >= 16; }
 
 /* Returns 1 if sharing saves at least a fifth of the cost of a run.  Costs are in hundredths of a multiply-add per
  * element.  Without sharing, each sequence fetches K and V while it computes.  With sharing, K and V are fetched once,
@@ -78,13 +81,10 @@ static int pays(const pp_decode_plan *plan, int32_t first, int32_t count) {
     const int64_t elements = (int64_t)PP_GROUP * (layout->head_dim + (layout->v_in_k ? 0 : layout->v_head_dim));
     const int64_t fetch = 100 * ceil_div(PRODUCTS_PER_FETCH * layout->head_bytes, 2 * elements);
     const row_costs cost = costs_of_rows(args);
-    const int tiles = way_of(args) == PP_WAY_TILES;
     int64_t alone = 0, rows = 0;
     for (int32_t i = first; i < first + count; i++) {
         const int64_t own = (int64_t)args->num_qo_heads / layout->num_kv_heads * queries_of(plan, plan->order[i]);
-        const int64_t products = own * cost.products;
-        /* Tiles also compute the rows of one sequence in steps. */
-        const int64_t computed = products * (tiles && own >= cost.step_rows ? cost.together : cost.alone);
+        const int64_t computed = own * cost.products * (is_panel(args, own) ? cost.together : cost.alone);
         alone += computed > fetch ? computed : fetch;
         rows += own;
     }

@@ -265,4 +265,4 @@ static void tiles_chunk(const pp_chunk *work) {
 
 const pp_tile_kernels PP_CAT(pp_tiles_, PP_ISA, ) = {tiles_chunk,  tiles_prefill, tiles_shared,
                                                       PP_ROWS,      8 * PP_ROWS,   tiles_bytes,
-                                                      PP_PRODUCT_ROWS, 45};
+                                                      PP_PRODUCT_ROWS, 30};
