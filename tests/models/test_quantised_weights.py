@@ -71,6 +71,49 @@ def test_other_logits_in_bfloat16_are_still_noticed(monkeypatch):
         ModelRunner(quantise(tiny_model("Llama").to(torch.bfloat16)), num_blocks=8)
 
 
+class HalfOnly(torch.nn.Module):
+    """int8 weights that are multiplied by their scales in each call, in 16 bit only, as AWQ's layers of gptqmodel."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("values", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x):
+        weight = self.values * self.scale
+        assert weight.dtype in (torch.float16, torch.bfloat16), f"weight {weight.dtype} is not float16 or bfloat16"
+        return F.linear(x, weight)
+
+
+def with_half_only_layers():
+    model = tiny_model("Llama").to(torch.bfloat16)
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, linear in list(module.named_children()):
+                if type(linear) is torch.nn.Linear:
+                    setattr(module, name, HalfOnly(linear))
+    return model
+
+
+def test_layers_that_compute_in_16_bit_only_are_tried_in_their_dtype():
+    model, prompt = with_half_only_layers(), prompts()[1]
+    with torch.inference_mode():
+        own = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+    with Engine(model, num_blocks=64) as engine:
+        tokens = engine.submit(prompt, SamplingParams(12)).result(SECONDS).token_ids
+    assert tokens == own.tolist()
+
+
+def test_other_logits_of_such_layers_are_noticed(monkeypatch):
+    import pagepool.integrations.transformers.step as step_module
+
+    decode = step_module.decode
+    monkeypatch.setattr(step_module, "decode", lambda *args, **kwargs: decode(*args, **{**kwargs, "window_left": 2}))
+    with pytest.raises(ValueError, match=r"logits over pages differ from its own by"):
+        ModelRunner(with_half_only_layers(), num_blocks=8)
+
+
 class OneScale(torch.nn.Linear):
     """Quantises its input with one scale for all tokens of a call, as `torch.ao.quantization.quantize_dynamic` does."""
 

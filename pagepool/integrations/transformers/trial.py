@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from pagepool.integrations.transformers.attention import Hooks
 from pagepool.integrations.transformers.forward import PagedForward
 from pagepool.integrations.transformers.fused import fused_forwards
-from pagepool.integrations.transformers.layout import Unsupported, read_layout
+from pagepool.integrations.transformers.layout import ModelLayout, Unsupported, read_layout
 from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 
@@ -106,20 +105,30 @@ def compared(model: Any) -> PagedForward:
         kv_layouts(layout, 16, "float32")
     except ValueError as error:
         raise Unsupported(f"pages do not hold its keys and values: {error}") from error
+    if model.dtype in HALVES and not has_own_arithmetic(model):
+        try:
+            with InFloat32():
+                return agreed(model, hooks, layout, TOLERANCE)
+        except Unsupported:
+            raise
+        except Exception as error:  # such as AWQ's layers, which compute in 16 bit only
+            logger.info("%s is tried in %s: in float32 it raised %r", type(model).__name__, model.dtype, error)
+    return agreed(model, hooks, layout, TOLERANCE_OF_HALVES if model.dtype in HALVES else TOLERANCE)
+
+
+def agreed(model: Any, hooks: Hooks, layout: ModelLayout, tolerance: float) -> PagedForward:
+    """Return the forward over pages for a layout. Raises Unsupported if its logits are not those of the model."""
     off = 0.0
-    widens = model.dtype in HALVES and not has_own_arithmetic(model)
-    tolerance = TOLERANCE_OF_HALVES if model.dtype in HALVES and not widens else TOLERANCE
-    with InFloat32() if widens else nullcontext():
-        for seed in SEEDS:  # a second try: rounding can route a token to another expert
-            prompts = random_prompts(model, seed)
-            layouts = [read_layout(model, hooks, prompt) for prompt in prompts]
-            for takes_chunks in (True, False) if layout.has_states else (True,):
-                parts = logits_over_pages(PagedForward(model, hooks, layouts[0], takes_chunks), prompts)
-                off = difference(parts, [found.logits for found in layouts])
-                if off <= tolerance:
-                    return PagedForward(model, hooks, layout, takes_chunks)
-        alone = read_layout(model, hooks, prompts[0][:, : CHUNKS[0]]).logits
-        changed = float((alone - layouts[0].logits[: CHUNKS[0]]).abs().max() / layouts[0].logits.abs().max())
+    for seed in SEEDS:  # a second try: rounding can route a token to another expert
+        prompts = random_prompts(model, seed)
+        layouts = [read_layout(model, hooks, prompt) for prompt in prompts]
+        for takes_chunks in (True, False) if layout.has_states else (True,):
+            parts = logits_over_pages(PagedForward(model, hooks, layouts[0], takes_chunks), prompts)
+            off = difference(parts, [found.logits for found in layouts])
+            if off <= tolerance:
+                return PagedForward(model, hooks, layout, takes_chunks)
+    alone = read_layout(model, hooks, prompts[0][:, : CHUNKS[0]]).logits
+    changed = float((alone - layouts[0].logits[: CHUNKS[0]]).abs().max() / layouts[0].logits.abs().max())
     if changed > tolerance:
         raise Unsupported(
             f"its own logits of a token change by {changed:.1e} of the largest with the tokens behind it, as they do "
