@@ -48,7 +48,7 @@ class Latent:
         self.out = np.empty((num_seqs, heads, V_HEAD_DIM), np.float32)
         if not wide and dtype == "bfloat16":  # as its bits
             self.q = (self.q.view(np.uint32) >> 16).astype(np.uint16)
-            self.out = self.out.astype(np.uint16)
+            self.out = np.empty(self.out.shape, np.uint16)
         self.question = {"heads": heads, "sequences": num_seqs, "context": context, "dim": HEAD_DIM}
         self.question |= {"v_dim": V_HEAD_DIM, "scale": SCALE, "dtype": dtype, "copies": self.layers}
         self.operations = 2 * heads * num_seqs * context * (HEAD_DIM + V_HEAD_DIM)
