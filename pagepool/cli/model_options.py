@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagepool.attention.cpu import cpu_info
-from pagepool.cli.usage import UsageError, between, file_name, size_in_bytes
+from pagepool.cli.usage import UsageError, between, file_name, pool_name, size_in_bytes
 from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
+from pagepool.errors import PoolError
 from pagepool.integrations.transformers.pretrained import DTYPES, ModelError, load_pretrained
 from pagepool.prefix.fingerprint import weights_digest
 
@@ -72,6 +73,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="keep cached prefixes in this directory: they survive restarts and can exceed the memory",
     )
+    add(
+        "--shared-pool",
+        type=pool_name,
+        metavar="NAME",
+        help="share the pool of this name with other servers of the model: they find each other's prefixes",
+    )
     add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="maximum size of --store for a model, such as 20G")
 
 
@@ -124,10 +131,11 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             store=options.store,
             store_bytes=options.store_bytes,
             weights=weights,
+            shared_pool=options.shared_pool,
         )
     except ModelError as error:
         raise UsageError(str(error)) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, PoolError, OSError) as error:
         raise UsageError(f"{folder}: {error}") from error
 
 
@@ -138,11 +146,14 @@ def weights_of(model: Path, options: argparse.Namespace) -> str | None:
     `UsageError` if it cannot be made or options cannot be used together.
     """
     has_session = getattr(options, "session", None) is not None
-    if options.store is None and options.store_bytes is None and not has_session:
+    is_shared = options.shared_pool is not None
+    if is_shared and (options.store is not None or has_session):
+        raise UsageError("--shared-pool cannot be used with --store or --session")
+    if options.store is None and options.store_bytes is None and not has_session and not is_shared:
         return None
     if (options.store is None) != (options.store_bytes is None):
         raise UsageError("--store and --store-bytes must be used together")
-    if options.no_prefix_cache:
+    if options.no_prefix_cache and not is_shared:
         raise UsageError(
             "--store and --session keep pages of the prefix cache: they cannot be used with --no-prefix-cache"
         )
@@ -174,6 +185,8 @@ def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
         layout, figures = pool.layout, pool.stats()
         room = f"{figures['capacity_bytes'] / (1 << 20):,.1f} MiB: {figures['capacity']:,} blocks"
         found.append(f"pool     {room} of {layout.block_size} tokens, {layout.dtype}")
+        if pool.shared is not None:
+            found.append(f"shared   {pool.shared!r}: {figures['processes']} processes")
     if runner.states is not None:
         found.append(f"states   {runner.states.stats()['capacity']:,} sequences")
     if engine.store is not None:

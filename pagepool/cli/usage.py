@@ -6,7 +6,9 @@ import argparse
 import re
 from collections.abc import Callable
 
-__all__ = ["UsageError", "between", "file_name", "size_in_bytes"]
+from pagepool.memory.shared_files import path_of
+
+__all__ = ["UsageError", "between", "file_name", "pool_name", "size_in_bytes"]
 
 MAX_BYTES = 1 << 50
 
@@ -38,6 +40,15 @@ def file_name(text: str) -> str:
     """Check that a file name is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("the file name must not be empty")
+    return text
+
+
+def pool_name(text: str) -> str:
+    """Check the name of a shared pool."""
+    try:
+        path_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 

@@ -84,7 +84,11 @@ class Engine(Intake):
     store_bytes : int, optional
         Limit in bytes of the store for this model. Required with `store`.
     weights : str, optional
-        A digest of the weights, for the store, as `weights_digest` returns it. Default: the engine reads all weights.
+        A digest of the weights, for the store or the shared pool, as `weights_digest` returns it. Default: the engine
+        reads all weights.
+    shared_pool : str or int, optional
+        The name or memfd of a pool that engines of one model share, see `KvCachePool.from_layout`. Each engine finds
+        the prefixes of all. It needs the same number of blocks in each engine, and cannot be used with a store.
 
     Attributes
     ----------
@@ -141,6 +145,7 @@ class Engine(Intake):
         store: str | Path | None = None,
         store_bytes: int | None = None,
         weights: str | None = None,
+        shared_pool: str | int | None = None,
     ) -> None:
         if store is not None and (store_bytes is None or not prefix_cache):
             raise ValueError(f"a store needs store_bytes, not {store_bytes}, and a prefix cache")
@@ -152,6 +157,8 @@ class Engine(Intake):
             options: dict[str, Any] = {"max_sequences": config.max_sequences, "pack_weights": pack_weights}
             if config.block_size is not None:
                 options["block_size"] = config.block_size
+            if shared_pool is not None:
+                options |= {"shared": shared_pool, "weights": weights}
             self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **options)
         super().__init__(
             tokenizer,

@@ -26,6 +26,7 @@ __all__ = [
 
 FOLDER = Path("/dev/shm")
 PREFIX = "pagepool-"
+MOST_FINGERPRINT = 3584  # bytes; PP_SHARED_FINGERPRINT of csrc/shared/pool.h
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -111,14 +112,14 @@ def open_memfd(fd: int) -> int:
     return copy
 
 
-def read_fingerprint(fingerprint: Any, most: int) -> bytes:
+def read_fingerprint(fingerprint: Any) -> bytes:
     """Return a fingerprint as bytes. Raises `TypeError` and `ValueError`."""
     if isinstance(fingerprint, str):
         fingerprint = fingerprint.encode()
     if not isinstance(fingerprint, bytes):
         raise wrong("fingerprint", "str or bytes", fingerprint)
-    if len(fingerprint) > most:
-        raise ValueError(f"fingerprint must have at most {most} bytes, not {len(fingerprint)}")
+    if len(fingerprint) > MOST_FINGERPRINT:
+        raise ValueError(f"fingerprint must have at most {MOST_FINGERPRINT} bytes, not {len(fingerprint)}")
     return fingerprint
 
 

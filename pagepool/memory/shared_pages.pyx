@@ -185,7 +185,8 @@ cdef SharedPages attach_shared(
     if isinstance(shared, bool) or not isinstance(shared, (str, int)):
         raise wrong("shared", "a name, a descriptor of a memfd or None", shared)
     from pagepool.memory import shared_files as files  # here: JSON and paths, which only shared pools need
-    text = files.read_fingerprint(fingerprint, PP_SHARED_FINGERPRINT)
+    text = files.read_fingerprint(fingerprint)
+    assert files.MOST_FINGERPRINT == PP_SHARED_FINGERPRINT
     shape = <pp_shared_shape *>malloc(sizeof(pp_shared_shape))
     if shape == NULL:
         raise MemoryError("no memory for the header of a shared pool")

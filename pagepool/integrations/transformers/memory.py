@@ -64,12 +64,19 @@ class ModelMemory:
         block_size: int = 16,
         max_sequences: int = 32,
         arithmetic: str = "exact",
+        shared: str | int | None = None,
+        fingerprint: str = "",
     ) -> None:
         self.arithmetic = arithmetic
         self._pools: list[KvCachePool] = []
-        for kv in kv_layouts(layout, block_size, dtype):
+        shapes = kv_layouts(layout, block_size, dtype)
+        if shared is not None and (len(shapes) != 1 or layout.has_states):
+            states = "recurrent states" if layout.has_states else "no recurrent states"
+            raise ValueError(f"a shared pool needs one shape of keys and values; the model has {len(shapes)}, {states}")
+        for kv in shapes:
             allocator = self._pools[0].allocator if self._pools else None
-            self._pools.append(KvCachePool.from_layout(kv, num_blocks, allocator))
+            pool = KvCachePool.from_layout(kv, num_blocks, allocator, shared=shared, fingerprint=fingerprint)
+            self._pools.append(pool)
         self.pools = tuple(self._pools[group.pool] for group in layout.groups)
         groups = tuple(KvGroup(self.pools[0].allocator, block_size, group.window) for group in layout.groups)
         self.groups = None if [group.window for group in groups] in ([], [None]) else groups

@@ -15,7 +15,7 @@ from pagepool.attention.decode import auto_arithmetic
 from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.linear import packs
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
-from pagepool.integrations.transformers.storing import model_fingerprint
+from pagepool.integrations.transformers.storing import model_fingerprint, shared_fingerprint
 from pagepool.integrations.transformers.trial import pack_linears, try_out
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.hybrid import KvGroup
@@ -62,6 +62,12 @@ class ModelRunner:
         keeps its own weights, so weights take twice the memory. "only": the packed weights replace the model's weights
         until `close`, and until then the model runs only in this runner. "auto": "only" for a model in bfloat16 on a
         CPU with bfloat16 instructions, otherwise False.
+    shared : str, int or None
+        The name or memfd of a shared pool, as in `KvCachePool.from_layout`. The model must have keys and values of one
+        shape and no recurrent states.
+    weights : str or None
+        A digest of the weights for the fingerprint of a shared pool, such as `weights_digest` returns. None: every
+        weight is read.
 
     arithmetic : str
         The arithmetic of attention: "exact", "bf16x2", "bf16" or "auto", as in `decode`. "auto" is "bf16x2" for a model
@@ -125,6 +131,8 @@ class ModelRunner:
         max_sequences: int = 32,
         pack_weights: bool | str = False,
         arithmetic: str = "auto",
+        shared: str | int | None = None,
+        weights: str | None = None,
     ) -> None:
         if pack_weights not in (True, False, "only", "auto"):
             raise ValueError(f"pack_weights must be True, False, 'only' or 'auto', not {pack_weights!r}")
@@ -153,7 +161,8 @@ class ModelRunner:
         elif num_blocks is None:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
             num_blocks = max_sequences * len(layout.groups) * -(-length // block_size)
-        self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences, self.arithmetic)
+        text = "" if shared is None else shared_fingerprint(model, block_size, weights, self.arithmetic)
+        self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences, self.arithmetic, shared, text)
         if pack_weights == "auto":
             pack_weights = "only" if model.dtype is torch.bfloat16 and packs(model.dtype) else False
         self._give_back_weights: Any = None

@@ -12,9 +12,10 @@ import torch
 from pagepool.config import StateLayout
 from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.memory.kv_pool import KvCachePool
+from pagepool.memory.shared_files import MOST_FINGERPRINT
 from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
 
-__all__ = ["digest_of_weights", "model_fingerprint"]
+__all__ = ["digest_of_weights", "model_fingerprint", "shared_fingerprint"]
 
 NOT_OF_PAGES = ("_name_or_path", "transformers_version", "architectures")  # config keys that do not affect pages
 
@@ -61,6 +62,13 @@ def model_fingerprint(
         dtype=str(model.dtype),
         arithmetic=arithmetic,
     )
+
+
+def shared_fingerprint(model: Any, block_size: int, weights: str | None, arithmetic: str) -> str:
+    """Return the fingerprint of a shared pool of this model: `model_fingerprint` as text, or its digest if too long."""
+    found = model_fingerprint(model, (), block_size, weights, arithmetic=arithmetic)
+    is_short = len(found.text.encode()) <= MOST_FINGERPRINT
+    return found.text if is_short else json.dumps({"weights": weights, "digest": found.digest.hex()})
 
 
 def digest_of_weights(model: Any, packed: PackedLinears | None = None) -> str:
