@@ -48,6 +48,14 @@ cdef list numbers_of(const pp_kv_layout *layout):
     ]
 
 
+# The numbers that follow from the others. Compared field by field, because the bytes between two fields may differ.
+cdef tuple order_of(const pp_kv_layout *layout):
+    return (
+        layout.tiled, layout.item_bytes, layout.k_bytes, layout.v_bytes, layout.head_bytes, layout.group_bytes,
+        layout.layer_bytes,
+    )
+
+
 @cython.final
 @cython.no_gc
 @cython.auto_pickle(False)
@@ -163,7 +171,7 @@ cdef class SharedPages:
                 raise ValueError(f"{which} has {name} {there}, the layout has {here}")
         if found.num_blocks != shape.num_blocks:
             raise ValueError(f"{which} has room for {found.num_blocks} blocks, not {shape.num_blocks}")
-        if memcmp(&found.layout, &shape.layout, sizeof(pp_kv_layout)) != 0:
+        if order_of(&found.layout) != order_of(&shape.layout):
             raise PoolError(f"{which} has another page order: its header is damaged")
         if memcmp(found.channel_scale, shape.channel_scale, sizeof(shape.channel_scale)) != 0:
             there, here = found.channel_scale[:16].hex(), shape.channel_scale[:16].hex()

@@ -2,11 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
+import pagepool
 from pagepool import KvCachePool, KvLayout, PoolError
 
-__all__ = ["LAYOUT", "PoolError", "attach", "in_child", "kill", "new_name", "remove", "wait"]
+__all__ = ["LAYOUT", "PoolError", "attach", "in_child", "kill", "new_name", "remove", "run_script", "wait"]
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -44,3 +48,12 @@ def wait(child):
 def kill(child):
     os.kill(child, signal.SIGKILL)
     return wait(child)
+
+
+def run_script(name, *arguments):
+    """Run a script of this folder with the imported pagepool; return what it printed."""
+    command = [sys.executable, str(Path(__file__).parent / name), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"{done.returncode}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+    return done.stdout

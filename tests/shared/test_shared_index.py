@@ -2,9 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pools
@@ -13,7 +10,6 @@ import pytest
 from pagepool import PagedSeqState, PrefixCache, Scheduler, SchedulerConfig
 from pagepool.errors import InvalidBlock, StaleHandle
 
-HERE = Path(__file__).parent
 SIZE = 16
 
 
@@ -282,7 +278,5 @@ def test_the_scheduler_of_a_second_process_computes_only_the_last_block(memfd):
 
 
 def test_processes_that_are_killed_at_random_never_serve_a_wrong_page():
-    command = [sys.executable, str(HERE / "stress_prefixes.py"), "8", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.returncode}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-    assert '"wrong": 0' in done.stdout and '"lost": 0' in done.stdout
+    found = pools.run_script("stress_prefixes.py", "8", "3")
+    assert '"wrong": 0' in found and '"lost": 0' in found

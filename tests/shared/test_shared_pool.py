@@ -4,8 +4,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +13,6 @@ import pytest
 from pagepool import BlockAllocator, KvCachePool, KvLayout, PagedSeqState, PoolError
 from pagepool.errors import InvalidBlock, PoolExhausted, StaleHandle
 from pagepool.memory.generations import BlockGenerations
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -174,6 +170,16 @@ def test_a_pool_of_another_kind_is_refused_by_name(name):
     refusal(TypeError, "shared must be", 1.5)
     refusal(TypeError, "fingerprint must be", name, fingerprint=1)
     assert pool.stats()["processes"] == 1
+
+
+def test_bytes_between_two_fields_of_the_layout_do_not_matter(memfd):
+    pools.attach(memfd).close()
+    after_tiled = 16 + 9 * 4  # magic, byte order and version; 9 fields of 32 bits
+    os.pwrite(memfd, b"\xa5" * 4, after_tiled)
+    assert pools.attach(memfd).allocator.allocate() == 0
+    os.pwrite(memfd, b"\xa5", after_tiled + 4)  # of item_bytes
+    with pytest.raises(PoolError, match="page order"):
+        pools.attach(memfd)
 
 
 def test_scales_of_quantised_keys_are_part_of_the_pool(name):
@@ -421,17 +427,10 @@ def test_a_pool_that_is_dropped_gives_its_blocks_back(name):
     assert (other.allocator.in_use, other.stats()["processes"]) == (0, 1)
 
 
-def run(script, *arguments):
-    command = [sys.executable, str(HERE / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, f"{done.returncode}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
-    return done.stdout
-
-
 def test_processes_that_are_killed_at_random_lose_no_block_and_share_none():
-    found = run("stress.py", "8", "3")
+    found = pools.run_script("stress.py", "8", "3")
     assert '"wrong": 0' in found and '"lost": 0' in found
 
 
 def test_a_damaged_header_raises_or_works_and_ends_no_process():
-    assert int(run("fuzz.py", "7")) > 300
+    assert int(pools.run_script("fuzz.py", "7")) > 300

@@ -68,7 +68,6 @@ class ModelRunner:
     weights : str or None
         A digest of the weights for the fingerprint of a shared pool, such as `weights_digest` returns. None: every
         weight is read.
-
     arithmetic : str
         The arithmetic of attention: "exact", "bf16x2", "bf16" or "auto", as in `decode`. "auto" is "bf16x2" for a model
         in 16 bits with pages in bfloat16 on a CPU with AMX, otherwise "exact". Runners share pages through stores and
