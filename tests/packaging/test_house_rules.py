@@ -76,6 +76,16 @@ def test_documents_quote_the_table_of_layers():
     assert not wrong
 
 
+def test_rows_of_tables_in_documents_are_single_lines():
+    wrong = []
+    for path in DOCUMENTS:
+        text = re.sub(r"^```.*?^```$", lambda code: "\n" * code[0].count("\n"), path.read_text(), flags=re.M | re.S)
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.startswith("|") and not line.endswith("|"):
+                wrong.append(f"{name_of(path)}:{number} is a row that does not end with |")
+    assert not wrong
+
+
 def test_c_includes_our_headers_and_the_system_and_never_python():
     wrong = []
     for path in SOURCES:
