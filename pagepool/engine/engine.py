@@ -76,8 +76,8 @@ class Engine(Intake):
         CPU has instructions for it. The model then has no weights outside of the engine until `close`.
     openmp : str
         How torch's worker threads wait between two loops, if torch uses GNU's OpenMP. "spin" gives the shortest steps
-        if no other process needs the CPUs. "sleep" leaves the CPUs to other processes. "auto" spins, and sleeps for a
-        minute whenever the engine's thread had to wait for a CPU.
+        if no other process needs the CPUs. "sleep" leaves the CPUs to other processes. "auto" spins, and sleeps for 4
+        to 64 seconds whenever the engine's thread had to wait for a CPU.
     store : path, optional
         Directory of a `PrefixStore`: prefixes survive restarts and reboots. `close` writes all cached pages and all
         kept recurrent states to it.

@@ -23,11 +23,13 @@ __all__ = ["OpenmpWorkers"]
 MAPS = Path("/proc/self/maps")  # the files that this process has loaded; only Linux has it
 SOFT = 1  # `omp_pause_soft`
 EMPTY_LOOP = ctypes.CDLL(None).free  # `free(NULL)` does nothing and needs no GIL
-# "auto": workers sleep for CALM seconds if the computing thread had a CPU for less than LEAST_SHARE of the last WINDOW
-# seconds. Without other load the share is close to 1.
+# "auto": workers sleep if the computing thread had a CPU for less than LEAST_SHARE of the last WINDOW seconds. Without
+# other load the share is close to 1. They sleep for LEAST_CALM seconds, and for twice as long as the last time if the
+# first window after it shows load again. So lasting load costs WINDOW seconds of slow steps in MOST_CALM.
 WINDOW = 0.5
 LEAST_SHARE = 0.7
-CALM = 60.0
+LEAST_CALM = 4.0
+MOST_CALM = 64.0
 
 
 class OpenmpWorkers:
@@ -40,7 +42,7 @@ class OpenmpWorkers:
     mode : str
         "spin" ends the workers of the calling thread, so that the workers of the computing thread spin. "sleep" keeps a
         thread with more workers than CPUs, so that no worker spins. "auto" begins with "spin" and changes to "sleep"
-        for a minute whenever `note_step` detects other load.
+        for 4 to 64 seconds whenever `note_step` detects other load.
 
     Raises
     ------
@@ -55,6 +57,7 @@ class OpenmpWorkers:
         self._adapts = mode == "auto" and bool(self._libraries)
         self._sleeping: tuple[Thread, Event] | None = None
         self._until = 0.0  # time at which workers that sleep because of other load spin again
+        self._calm = LEAST_CALM  # seconds of the next sleep
         self._seconds = self._cpu_seconds = 0.0  # wall time and CPU time of the steps in the current window
         for library in self._libraries:
             library.omp_pause_resource_all(SOFT)
@@ -87,7 +90,10 @@ class OpenmpWorkers:
         if self._seconds >= WINDOW:
             if self._cpu_seconds < LEAST_SHARE * self._seconds:
                 self._sleep()
-                self._until = monotonic() + CALM
+                self._until = monotonic() + self._calm
+                self._calm = min(2 * self._calm, MOST_CALM)
+            else:
+                self._calm = LEAST_CALM
             self._seconds = self._cpu_seconds = 0.0
 
     def close(self) -> None:

@@ -66,11 +66,34 @@ assert workers.is_sleeping
 settled(before + len(os.sched_getaffinity(0)) + 1)
 workers.note_step(0.6, 0.6)  # sleeping workers say nothing about other load
 assert workers.is_sleeping
-openmp.monotonic = lambda: time.monotonic() + openmp.CALM
+openmp.monotonic = lambda: time.monotonic() + openmp.LEAST_CALM
 workers.note_step(0.6, 0.6)
 assert not workers.is_sleeping
 settled(before)
 workers.note_step(0.6, 0.6)
 assert not workers.is_sleeping
+workers.close()
+""")
+
+
+def test_auto_sleeps_twice_as_long_while_the_load_lasts():
+    run("""
+workers = OpenmpWorkers("auto")
+now = 0.0
+openmp.monotonic = lambda: now
+
+def sleep_of(*cpu_seconds):
+    global now
+    for used in cpu_seconds:
+        assert not workers.is_sleeping
+        workers.note_step(1.0, used)
+    began = now
+    while workers.is_sleeping:
+        now += 1.0
+        workers.note_step(1.0, 1.0)
+    return now - began
+
+assert [sleep_of(0.1) for _ in range(6)] == [4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
+assert sleep_of(1.0, 0.1) == 4.0  # the load had ended
 workers.close()
 """)
