@@ -250,7 +250,7 @@ cdef class KvCachePool:
             raise ValueError(f"a pool cannot have this layout: {layout}")
         scale = read_channel_scale(k_channel_scale, layout)
         number = integer("num_blocks", num_blocks)
-        most = number if max_blocks is None else integer("max_blocks", max_blocks, number)
+        most = number if max_blocks is None else integer("max_blocks", max_blocks, number, INT32_MAX)
         cdef SharedPages pages = None
         if shared is not None:
             if allocator is not None or checked:
