@@ -151,7 +151,9 @@ class StateCheckpoints:
         self._pool = pool
         self._followed: tuple[Any, int] | None = None  # the cache of the last `follow`, and its `forgotten`
         self._stored: StoredStates | None = None
-        self._lock = Lock()  # guards the index and the copies: `PrefixCache.flush` reads them in any thread
+        # Guards the index and the copies: `PrefixCache.flush` reads them in any thread. It is released in `finally`,
+        # because the end of `with` allocates, and a MemoryError there would leave the lock locked.
+        self._lock = Lock()
         self.index.on_drop = self._offer
         copies = StateMemory(layout, most)
         self._copies = [copies.view(layer, name) for layer, name in names]
@@ -197,7 +199,8 @@ class StateCheckpoints:
         theirs = self._acquired(slot)
         row, key = token_row(tokens), root_key(cache_salt, extra_keys)
         row = row[: max(0, min(integer("kv_tokens", kv_tokens), len(row) - 1))]
-        with self._lock:
+        self._lock.acquire()
+        try:
             kept = self.index.longest(key, row)
             position = 0 if kept is None else kept.position
             try:
@@ -215,6 +218,8 @@ class StateCheckpoints:
                 theirs.state.reset()
                 theirs.position = 0
                 raise
+        finally:
+            self._lock.release()
         if position:
             theirs.state.step_position = theirs.position = position
         return position
@@ -261,9 +266,12 @@ class StateCheckpoints:
         For `save_session`. Does not count as a use.
         """
         row = token_row(tokens)[: integer("limit", limit, 0)]
-        with self._lock:
+        self._lock.acquire()
+        try:
             kept = self.index.longest(root_key(cache_salt, extra_keys), row)
             return (0, b"") if kept is None else (kept.position, bytes(packed(self._copies, kept.slot)))
+        finally:
+            self._lock.release()
 
     def add_state(self, tokens: Any, state: bytes, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> bool:
         """Keep a state of `read_state` as the state after `tokens`; return whether it is kept.
@@ -275,16 +283,22 @@ class StateCheckpoints:
             raise ValueError(f"a state has {self.state_bytes} bytes, not {len(state)}")
         row = token_row(tokens)
         asked = self.index.asked(row, len(row), "end", cache_salt=cache_salt, extra_keys=extra_keys)
-        with self._lock:
+        self._lock.acquire()
+        try:
             kept = self.index.place(*asked)
             if kept is not None:
                 unpack(bytearray(state), self._copies, kept.slot)
             return kept is not None
+        finally:
+            self._lock.release()
 
     def offer_states(self) -> bool:
         """Queue every kept state to be written to the store. False when the queue is full. Any thread may call it."""
-        with self._lock:
+        self._lock.acquire()
+        try:
             return all(self._offer(kept) for kept in self.index.kept())
+        finally:
+            self._lock.release()
 
     def stops(
         self,
@@ -363,7 +377,8 @@ class StateCheckpoints:
         """
         self._acquired(slot)
         asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
-        with self._lock:
+        self._lock.acquire()
+        try:
             try:
                 kept = self.index.place(*asked)
                 if kept is None:
@@ -373,12 +388,17 @@ class StateCheckpoints:
             except BaseException:
                 self.index.reset()
                 raise
+        finally:
+            self._lock.release()
         return True
 
     def reset(self) -> None:
         """Forget every state. The store keeps its states."""
-        with self._lock:
+        self._lock.acquire()
+        try:
             self.index.reset()
+        finally:
+            self._lock.release()
 
     def follow(self, cache: Any) -> None:
         """Forget every state if the `PrefixCache` was told to forget blocks since the last call, or is another cache.
@@ -391,8 +411,11 @@ class StateCheckpoints:
             return
         if followed is not None:
             self.reset()
-        with self._lock:
+        self._lock.acquire()
+        try:
             self._stored = self._stored_of(cache)
+        finally:
+            self._lock.release()
 
     def _stored_of(self, cache: Any) -> StoredStates | None:
         link = getattr(cache, "link", None)
