@@ -106,4 +106,4 @@ def test_only_the_bytecode_of_a_forward_matters():
             down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) + self.up_proj(x))
             return down_proj
 
-    assert fused.is_like(Same(), fused.MLP) and not fused.is_like(Other(), fused.MLP)
+    assert fused.is_like(Same(), "LlamaMLP") and not fused.is_like(Other(), "LlamaMLP")

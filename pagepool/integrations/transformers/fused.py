@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,23 +35,28 @@ def bytecode_of(function: Any) -> tuple[Any, ...]:
     return code.co_code, code.co_names, code.co_varnames, constants
 
 
-NORM = bytecode_of(modeling_llama.LlamaRMSNorm.forward)
-MLP = bytecode_of(modeling_llama.LlamaMLP.forward)
-LAYER = bytecode_of(modeling_llama.LlamaDecoderLayer.forward)
-# They differ in the window that they pass to the attention function, which reads it from the layout instead.
-ATTENTIONS = [
-    bytecode_of(module.forward)
-    for module in (modeling_llama.LlamaAttention, modeling_mistral.MistralAttention, modeling_qwen2.Qwen2Attention)
-]
-ROTARY = [bytecode_of(getattr(modeling_llama, name)) for name in ("apply_rotary_pos_emb", "rotate_half")]
+@cache
+def known(name: str) -> list[tuple[Any, ...]]:
+    """Return the bytecodes of the forwards that a name of transformers' Llama stands for, such as `LlamaMLP`.
+
+    For `LlamaAttention` also those of models that differ only in the window that they pass to the attention function:
+    here the layout has the window.
+    """
+    found = [bytecode_of(getattr(modeling_llama, name).forward)]
+    if name == "LlamaAttention":
+        found += map(bytecode_of, (modeling_mistral.MistralAttention.forward, modeling_qwen2.Qwen2Attention.forward))
+    return found
 
 
-def is_like(module: Any, *codes: tuple[Any, ...]) -> bool:
-    """Return whether the module's class has a forward with one of these bytecodes, and no hooks."""
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-        return False
+def is_plain(module: Any) -> bool:
+    """Return whether a call of the module runs the forward of its class and nothing else."""
+    return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_like(module: Any, name: str) -> bool:
+    """Return whether the module runs a forward with one of the bytecodes of `known(name)`."""
     try:
-        return bytecode_of(type(module).forward) in codes
+        return is_plain(module) and bytecode_of(type(module).forward) in known(name)
     except AttributeError:  # a forward that is not written in Python
         return False
 
@@ -196,7 +202,7 @@ def fused_forwards(model: torch.nn.Module, packed: PackedLinears) -> dict[torch.
                     equal[key] = norm.equals_module()
                 if equal[key]:
                     found[module] = norm
-            elif is_like(module, MLP):
+            elif is_like(module, "LlamaMLP"):
                 gate_and_up, down = (
                     layer_of(packed, module.gate_proj, module.up_proj),
                     layer_of(packed, module.down_proj),
@@ -204,13 +210,13 @@ def fused_forwards(model: torch.nn.Module, packed: PackedLinears) -> dict[torch.
                 table = table_of(module.act_fn, tables)
                 if gate_and_up is not None and down is not None and table is not None:
                     found[module] = Mlp(gate_and_up, down, table)
-            elif is_like(module, *ATTENTIONS) and has_plain_rotary(module):
+            elif is_like(module, "LlamaAttention") and has_plain_rotary(module):
                 qkv = layer_of(packed, module.q_proj, module.k_proj, module.v_proj)
                 output = layer_of(packed, module.o_proj)
                 if qkv is not None and output is not None:
                     found[module] = Attention(module, qkv, output)
     for module in model.modules():
-        if is_like(module, LAYER):
+        if is_like(module, "LlamaDecoderLayer"):
             first, second = (found.get(norm) for norm in (module.input_layernorm, module.post_attention_layernorm))
             if isinstance(first, Norm) and isinstance(second, Norm) and not module.training:
                 attention, mlp = found.get(module.self_attn), found.get(module.mlp)
@@ -221,7 +227,7 @@ def fused_forwards(model: torch.nn.Module, packed: PackedLinears) -> dict[torch.
 
 def is_norm(module: Any) -> bool:
     """Return whether a module is an RMSNorm with a plain weight in bfloat16."""
-    if not is_like(module, NORM):
+    if not is_like(module, "LlamaRMSNorm"):
         return False
     weight = module.weight
     return type(weight) is torch.nn.Parameter and weight.dtype is torch.bfloat16 and weight.is_contiguous()
@@ -245,7 +251,7 @@ def table_of(activation: Any, tables: dict[Any, torch.Tensor]) -> torch.Tensor |
     kind = type(activation)
     if kind.__module__ not in (torch.nn.SiLU.__module__, transformers.activations.__name__):
         return None
-    if [*activation.parameters(), *activation.buffers()] or not is_like(activation, bytecode_of(kind.forward)):
+    if [*activation.parameters(), *activation.buffers()] or not is_plain(activation):
         return None
     key = kind, repr(sorted(vars(activation).items(), key=str))
     if key not in tables:
@@ -256,6 +262,6 @@ def table_of(activation: Any, tables: dict[Any, torch.Tensor]) -> torch.Tensor |
 
 def has_plain_rotary(module: Any) -> bool:
     """Return whether the module's source file has the same functions for rotary embeddings as Llama."""
-    names = vars(sys.modules[type(module).__module__])
-    own = [names.get(name) for name in ("apply_rotary_pos_emb", "rotate_half")]
-    return all(function is not None for function in own) and list(map(bytecode_of, own)) == ROTARY
+    names, ours = vars(sys.modules[type(module).__module__]), vars(modeling_llama)
+    functions = ("apply_rotary_pos_emb", "rotate_half")
+    return all(name in names and bytecode_of(names[name]) == bytecode_of(ours[name]) for name in functions)
