@@ -446,14 +446,16 @@ cdef class PrefixCache:
         cdef IdArray ids
         cdef int64_t count = 0, i
         read_ids(blocks, &ids)
-        if self.shared is not None:
-            count = (<SharedIndex>self.shared).forget(ids.ids, ids.count)
-        with self.forgetting(lambda: self.names_of(list_ids(ids.ids, ids.count))), cython.critical_section(self):
-            for i in range(ids.count):
-                if self.is_block(ids.ids[i]):
-                    count += self.cached.c_discard(ids.ids[i])
-        release_ids(&ids)
-        return count
+        try:
+            if self.shared is not None:
+                return (<SharedIndex>self.shared).forget(ids.ids, ids.count)
+            with self.forgetting(lambda: self.names_of(list_ids(ids.ids, ids.count))), cython.critical_section(self):
+                for i in range(ids.count):
+                    if self.is_block(ids.ids[i]):
+                        count += self.cached.c_discard(ids.ids[i])
+            return count
+        finally:
+            release_ids(&ids)
 
     cdef object forgetting(self, names):
         return nullcontext() if self.link is None else self.link.forgetting(self.atomically(names))

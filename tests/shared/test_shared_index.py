@@ -2,6 +2,7 @@
 
 import os
 import random
+from array import array
 
 import numpy as np
 import pools
@@ -76,6 +77,15 @@ def test_the_index_outlives_every_process():
     assert cache.cached_tokens(tokens) == 4 * SIZE
     assert pool.numpy()[cache.match_prefix(tokens), 0].tolist() == tokens[::SIZE].tolist()
     pools.remove(name)
+
+
+def test_a_refused_discard_keeps_no_hold_on_its_argument(memfd):
+    pool, cache = view(memfd)
+    pool.close()
+    blocks = array("i", [1, 2])
+    with pytest.raises(StaleHandle):
+        cache.discard(blocks)
+    blocks.append(3)  # raises BufferError while anything looks into the array
 
 
 def test_salts_and_extra_keys_find_only_their_own_blocks(memfd):
