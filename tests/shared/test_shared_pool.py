@@ -19,7 +19,7 @@ from pagepool.memory.generations import BlockGenerations
 def name():
     chosen = pools.new_name()
     yield chosen
-    if os.path.exists(f"/dev/shm/pagepool-{chosen}"):
+    if os.path.lexists(f"/dev/shm/pagepool-{chosen}"):
         pools.remove(chosen)
 
 
