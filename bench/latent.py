@@ -95,7 +95,7 @@ def compare(options):
     python = python_with("vllm", ("vllm",), options.peers)
     if python is None:
         return
-    peer = Process(python, "", {"PYTHONPATH": str(Path(__file__).parent)}, "sides/vllm_latent.py")
+    peer = Process(python, "", {}, "sides/vllm_latent.py")
     print("heads  sequences  dtype     arithmetic threads    ours, ms    vllm, ms  times")
     for latent, cell, threads in cells_of(options):
         pairs = []

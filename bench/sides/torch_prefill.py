@@ -3,11 +3,8 @@
 Two methods share a KV head among query heads: `enable_gqa`, and K and V repeated in advance. The faster one counts.
 """
 
-import json
-import sys
-import time
-
 import torch
+from answering import answer_questions
 
 torch.set_grad_enabled(False)
 
@@ -24,30 +21,5 @@ def made(heads, kv_heads, dim, length, dtype):
     }
 
 
-def seconds_of(run, least):
-    calls, begin = 0, time.perf_counter()
-    while calls == 0 or time.perf_counter() - begin < least:
-        run()
-        calls += 1
-    return (time.perf_counter() - begin) / calls
-
-
-def main():
-    prompt, calls = None, {}
-    for line in sys.stdin:
-        question = json.loads(line)
-        threads, least = question.pop("threads"), question.pop("seconds")
-        try:
-            torch.set_num_threads(threads)
-            if question != prompt:
-                calls = made(**question)
-                prompt = question
-                for run in calls.values():
-                    run()
-            answer = {"seconds": min(seconds_of(run, least) for run in calls.values())}
-        except RuntimeError as error:
-            answer = {"failed": str(error)}
-        print(json.dumps(answer), flush=True)
-
-
-main()
+if __name__ == "__main__":
+    answer_questions(made)

@@ -4,15 +4,12 @@ As vLLM does, it uses the AMX backend for bfloat16 on a CPU with AMX, otherwise 
 takes blocks of 32 or more tokens; the faster one of 32 and 128 counts. The plain one takes blocks of 16.
 """
 
-import json
-import sys
 from itertools import cycle
 
 import torch
+from answering import answer_questions
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
-
-from sides.vllm_prefill import seconds_of
 
 torch.set_grad_enabled(False)
 current_platform.import_kernels()
@@ -21,7 +18,7 @@ if HAS_AMX:
     torch.cpu._init_amx()  # asks the system for permission
 
 
-def made(heads, sequences, context, dim, v_dim, scale, dtype, copies, threads):
+def made(heads, sequences, context, dim, v_dim, scale, dtype, copies):
     """Return the calls of a decode step, by block size. Calls rotate over `copies` of the cache."""
     kind = getattr(torch, dtype)
     by_amx = HAS_AMX and kind is torch.bfloat16
@@ -34,7 +31,7 @@ def made(heads, sequences, context, dim, v_dim, scale, dtype, copies, threads):
         first = torch.randn(tables.numel(), size, dim).to(kind)
         caches = cycle([first, *(first.clone() for _ in range(copies - 1))])
         if by_amx:
-            calls[f"{size}, amx"] = amx_call(q, caches, out, tables, lens, scale, threads)
+            calls[f"{size}, amx"] = amx_call(q, caches, out, tables, lens, scale)
         else:
 
             def run(tables=tables, caches=caches):
@@ -44,13 +41,13 @@ def made(heads, sequences, context, dim, v_dim, scale, dtype, copies, threads):
     return calls
 
 
-def amx_call(q, caches, out, tables, lens, scale, threads):
+def amx_call(q, caches, out, tables, lens, scale):
     """Return the call that vLLM's AMX backend makes in each layer."""
     from vllm.v1.attention.backends.mla import amx_mla
 
     size = next(caches).shape[1]
     rows = amx_mla._expand_block_table(tables, size)
-    splits = amx_mla._compute_num_kv_splits(int(lens.max()), threads)
+    splits = amx_mla._compute_num_kv_splits(int(lens.max()), torch.get_num_threads())
     logits = torch.zeros(q.shape[0], q.shape[1], splits, out.shape[2] + 1)
     places, lengths = torch.arange(q.shape[0]), lens.long()
 
@@ -64,22 +61,5 @@ def amx_call(q, caches, out, tables, lens, scale, threads):
     return run
 
 
-def main():
-    before, calls = None, {}
-    for line in sys.stdin:
-        question = json.loads(line)
-        least = question.pop("seconds")
-        try:
-            torch.set_num_threads(question["threads"])
-            if question != before:
-                calls, before = made(**question), question
-                for run in calls.values():
-                    run()
-            answer = {"seconds": min(seconds_of(run, least) for run in calls.values()), "ways": list(calls)}
-        except RuntimeError as error:
-            answer = {"failed": str(error)}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_questions(made)

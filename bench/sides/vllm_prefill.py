@@ -4,13 +4,11 @@ vLLM chooses the instruction set for each block size, and the faster block size 
 this is decode. Sequences may have a common prefix: vLLM's CPU kernels read it once for each of them.
 """
 
-import json
 import math
-import sys
-import time
 from itertools import cycle
 
 import torch
+from answering import answer_questions
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
@@ -58,30 +56,5 @@ def made(heads, kv_heads, dim, sequences, length, cached, dtype, shared=0, copie
     return calls
 
 
-def seconds_of(run, least):
-    calls, begin = 0, time.perf_counter()
-    while calls == 0 or time.perf_counter() - begin < least:
-        run()
-        calls += 1
-    return (time.perf_counter() - begin) / calls
-
-
-def main():
-    prompt, prompt_threads, calls = None, 0, {}
-    for line in sys.stdin:
-        question = json.loads(line)
-        threads, least = question.pop("threads"), question.pop("seconds")
-        try:
-            torch.set_num_threads(threads)
-            if (question, threads) != (prompt, prompt_threads):  # the plan depends on the threads
-                calls, prompt, prompt_threads = made(**question), question, threads
-                for run in calls.values():
-                    run()
-            answer = {"seconds": min(seconds_of(run, least) for run in calls.values()), "ways": list(calls)}
-        except RuntimeError as error:
-            answer = {"failed": str(error)}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_questions(made)
