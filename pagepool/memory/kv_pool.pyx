@@ -262,11 +262,12 @@ cdef class KvCachePool:
             raise ValueError("fingerprint must be empty for a pool that is not shared")
         if allocator is None:
             allocator = BlockAllocator(most if shared is not None else num_blocks, max_blocks)
+        own_pages = most if pages is None else 0
         if layout.is_mixed:
-            pool = KvCachePool(layout.block_bytes, 0 if shared is not None else most, "uint8", checked)
+            pool = KvCachePool(layout.block_bytes, own_pages, "uint8", checked)
         else:
-            pool = KvCachePool(layout.page_size, 0 if shared is not None else most, layout.dtype, checked)
-        if shared is not None:
+            pool = KvCachePool(layout.page_size, own_pages, layout.dtype, checked)
+        if pages is not None:
             (<BlockAllocator>allocator).join(pages)
             pool.buffer.look_into(pages, pages.view.pages, most * layout.block_bytes // pool.buffer.item_bytes())
             pool.c_pool.base = pool.buffer.base

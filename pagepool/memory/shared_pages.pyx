@@ -5,17 +5,8 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset
 
-from pagepool.csrc cimport (
-    PP_BF16,
-    PP_F16,
-    PP_F32,
-    PP_INT4,
-    PP_INT8,
-    pp_kv_layout,
-    pp_lock,
-    pp_lock_acquire,
-    pp_lock_release,
-)
+from pagepool.csrc cimport pp_kv_layout, pp_lock, pp_lock_acquire, pp_lock_release
+from pagepool.memory.token_rows cimport NAMES
 
 import os
 
@@ -31,9 +22,6 @@ cdef extern from "errno.h" nogil:
         EUSERS
 
 
-cdef dict DTYPES = {PP_F32: "float32", PP_F16: "float16", PP_BF16: "bfloat16", PP_INT8: "int8", PP_INT4: "int4"}
-
-
 cdef list numbers_of(const pp_kv_layout *layout):
     return [
         ("num_layers", layout.num_layers),
@@ -42,8 +30,8 @@ cdef list numbers_of(const pp_kv_layout *layout):
         ("v_head_dim", layout.v_head_dim),
         ("v_in_k", bool(layout.v_in_k)),
         ("block_size", layout.block_size),
-        ("dtype", DTYPES.get(layout.dtype, layout.dtype)),
-        ("v_dtype", DTYPES.get(layout.v_dtype, layout.v_dtype)),
+        ("dtype", NAMES.get(layout.dtype, layout.dtype)),
+        ("v_dtype", NAMES.get(layout.v_dtype, layout.v_dtype)),
         ("bytes per block", layout.block_bytes),
     ]
 

@@ -3,6 +3,8 @@ from libc.stdint cimport int32_t, int64_t
 from pagepool.csrc cimport pp_dtype, pp_kv_pool, pp_kv_rows
 from pagepool.memory.arrays cimport Buffer, Tensor
 
+cdef dict NAMES  # of the dtypes of pools and arrays
+
 
 cdef class TokenRows:
     cdef const int64_t *slots
