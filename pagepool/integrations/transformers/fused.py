@@ -236,14 +236,9 @@ def is_norm(module: Any) -> bool:
 def layer_of(packed: PackedLinears, *linears: Any) -> PackedLayer | None:
     """Return the packed layer of exactly these linear layers, in this order. None without such a layer in bfloat16."""
     for layer in packed.layers:
-        if len(layer.linears) == len(linears) and all(map(is_same, layer.linears, linears)):
+        if [*map(id, layer.linears)] == [*map(id, linears)]:
             return layer if linears[0].weight.dtype is torch.bfloat16 else None
     return None
-
-
-def is_same(a: Any, b: Any) -> bool:
-    """Return whether two names refer to one object."""
-    return a is b
 
 
 def table_of(activation: Any, tables: dict[Any, torch.Tensor]) -> torch.Tensor | None:
