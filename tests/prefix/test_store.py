@@ -63,14 +63,11 @@ def test_a_block_is_written_when_it_is_evicted_or_found_again(tmp_path):
     assert world.cache.flush() and world.store.stats()["written"] == 4
     world.run(range(70, 78))
     world.cache.evict(16)
+    assert world.cache.num_cached == 0
+    assert world.cache.link.wait(), "the queue of evicted blocks is not written"
     world.stop()
     world = World(tmp_path)
-    for _ in range(100):
-        if world.run(range(70, 78)) == 2:
-            break
-        world.cache.evict(16)
-    else:
-        raise AssertionError("evicted blocks are not in the store")
+    assert world.run(range(70, 78)) == 2, "evicted blocks are not in the store"
     world.stop()
 
 
