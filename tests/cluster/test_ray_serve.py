@@ -47,7 +47,7 @@ pytestmark = MARKS
 def answers():
     """Return true if the front end answers."""
     try:
-        return httpx.get(f"{URL}/health", timeout=SECONDS).status_code == 200
+        return httpx.get(f"{URL}/health", timeout=SECONDS / 10).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -93,6 +93,9 @@ class Served:
     def side(self, kind):
         return {name for name, worker in self.stats()["workers"].items() if worker["side"] == kind}
 
+    def pids(self, kind):
+        return [self.ask(kind, "pid", name) for name in self.side(kind)]
+
     def ask(self, kind, method, worker):
         handle = ray_serve.get_deployment_handle(kind, "pagepool")
         return getattr(handle, method).remote(worker).result(timeout_s=SECONDS)
@@ -111,8 +114,8 @@ class Served:
                 return
 
 
-def stream(number, tokens, **options):
-    """Stream the answer to a prompt; append the texts of its tokens to `tokens`, and return the last line."""
+def stream(number, take, **options):
+    """Stream the answer to a prompt; pass the texts of its tokens to `take`, and return the last line."""
     body = {"prompt": PROMPTS[number], "max_tokens": NEW, "temperature": 0, "logprobs": 0, "stream": True}
     headers = {"x-request-id": options["request_id"]} if "request_id" in options else {}
     last = ""
@@ -123,7 +126,7 @@ def stream(number, tokens, **options):
                 data = json.loads(line[6:])
                 assert "error" not in data, data
                 logprobs = data["choices"][0]["logprobs"]
-                tokens += logprobs["tokens"] if logprobs else []
+                take(logprobs["tokens"] if logprobs else [])
             last = line or last
     return last
 
@@ -134,18 +137,28 @@ class Burst:
     def __init__(self):
         self.tokens = [[] for _ in PROMPTS]
         self.ends = [None] * len(PROMPTS)
+        self.changed = threading.Condition()
         self.threads = [threading.Thread(target=self._run, args=(number,)) for number in range(len(PROMPTS))]
         for thread in self.threads:
             thread.start()
 
     def _run(self, number):
+        def take(texts):
+            with self.changed:
+                self.tokens[number] += texts
+                self.changed.notify_all()
+
         try:
-            self.ends[number] = stream(number, self.tokens[number], request_id=f"{id(self)}-{number}")
+            self.ends[number] = stream(number, take, request_id=f"{id(self)}-{number}")
         except (httpx.HTTPError, AssertionError) as error:
             self.ends[number] = error
 
-    def wait_for_share(self, share):
-        wait_until(lambda: sum(map(len, self.tokens)) > share * NEW * len(PROMPTS))
+    def wait_for_tokens(self, count, streams=1):
+        """Wait until `count` tokens have come, from at least `streams` streams."""
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: sum(map(len, self.tokens)) >= count and sum(map(bool, self.tokens)) >= streams, SECONDS
+            ), "timeout"
 
     def join(self):
         for thread in self.threads:
@@ -157,7 +170,7 @@ def served():
     handle = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine={"num_blocks": 512})
     found = Served(handle)
     wait_until(lambda: len(found.stats()["workers"]) == 3)
-    pids = {found.ask(kind, "pid", name) for kind in ("decode", "prefill") for name in found.side(kind)}
+    pids = found.pids("decode") + found.pids("prefill")
     try:
         yield found
         wait_until(found.is_idle)
@@ -199,12 +212,24 @@ def test_openai_s_client_gets_chats_and_errors(served):
 
 
 def test_a_stream_that_its_client_leaves_is_cancelled_at_the_worker(served):
-    ended = served.stats()["ended"]["abort"]
+    def aborted():
+        stats = served.stats()
+        return stats["ended"]["abort"], sum(worker["ended"]["abort"] for worker in stats["workers"].values())
+
+    of_front_end, of_workers = aborted()
+    pids = served.pids("decode")
     chunks = served.openai.completions.create(model="tiny_llama", prompt="def ", max_tokens=900, stream=True)
     next(iter(chunks))
-    chunks.close()
+    for pid in pids:  # no worker can end the request before the front end cancels it
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        chunks.close()
+        wait_until(lambda: served.stats()["requests"] == 0)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: aborted() == (of_front_end + 1, of_workers + 1))
     wait_until(served.is_idle)
-    assert served.stats()["ended"]["abort"] == ended + 1
 
 
 def test_serve_s_controller_that_is_killed_costs_no_request_and_no_worker(served):
@@ -212,14 +237,14 @@ def test_serve_s_controller_that_is_killed_costs_no_request_and_no_worker(served
     front_end = served.handle.pid.remote().result(timeout_s=SECONDS)
     controller = process_of_serve(b"ServeController", front_end)
     burst = Burst()
-    burst.wait_for_share(0.1)
+    burst.wait_for_tokens(100)
     os.kill(controller, signal.SIGKILL)
     burst.join()
     assert burst.ends == ["data: [DONE]"] * len(PROMPTS)
     wait_until(lambda: controller_of(front_end) not in (None, controller))
     time.sleep(10)  # in this time, a new controller stops replicas that do not answer it
     assert {kind: served.side(kind) for kind in sides} == sides
-    assert stream(0, []) == "data: [DONE]"
+    assert stream(0, [].extend) == "data: [DONE]"
 
 
 def controller_of(pid):
@@ -236,23 +261,24 @@ def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, n
     victim = sorted(before)[0]
     pid = served.ask(kind, "pid", victim)
     burst = Burst()
-    burst.wait_for_share(0.3 if kind == "decode" else 0.004)
+    burst.wait_for_tokens(300 if kind == "decode" else 5)
     os.kill(pid, number)
     burst.join()
     assert burst.ends == ["data: [DONE]"] * len(PROMPTS)
     for prompt, tokens in enumerate(burst.tokens):
         assert len(tokens) == NEW
         served.check(prompt, tokens)
-    assert not os.path.exists(f"/proc/{pid}")
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 10)
     wait_until(lambda: len(served.side(kind) - {victim}) == len(before))  # Ray has started a new one
 
 
 def test_a_request_id_is_answered_again_and_not_computed_again(served):
     first, again = [], []
-    assert stream(0, first, request_id="once") == stream(0, again, request_id="once") == "data: [DONE]"
+    assert stream(0, first.extend, request_id="once") == "data: [DONE]"
+    assert stream(0, again.extend, request_id="once") == "data: [DONE]"
     assert first == again
     before = served.stats()["generated_tokens"]
-    stream(0, [], request_id="once")
+    stream(0, [].extend, request_id="once")
     assert served.stats()["generated_tokens"] == before
     response = httpx.post(f"{URL}/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "once"})
     assert response.status_code == 400 and "request_id 'once' was another request" in response.text
@@ -267,7 +293,8 @@ def test_a_front_end_that_is_killed_ends_its_connections_and_a_retry_is_answered
     front_end = served.handle.pid.remote().result(timeout_s=SECONDS)
     pid = process_of_serve(b"ProxyActor", front_end) if what == "proxy" else front_end
     burst = Burst()
-    burst.wait_for_share(0.1)
+    # The next front end could answer a stream that has not begun, and it would not be in `cut`.
+    burst.wait_for_tokens(100, streams=len(PROMPTS))
     os.kill(pid, number)
     burst.join()
     cut = [prompt for prompt, end in enumerate(burst.ends) if end != "data: [DONE]"]
@@ -276,10 +303,10 @@ def test_a_front_end_that_is_killed_ends_its_connections_and_a_retry_is_answered
     wait_until(answers)
     for prompt in cut:
         tokens = []
-        assert stream(prompt, tokens, request_id=f"{id(burst)}-{prompt}") == "data: [DONE]"
+        assert stream(prompt, tokens.extend, request_id=f"{id(burst)}-{prompt}") == "data: [DONE]"
         served.check(prompt, tokens)
     before = served.stats()["generated_tokens"]
     assert what == "proxy" or before == len(cut) * NEW
-    stream(cut[0], [], request_id=f"{id(burst)}-{cut[0]}")
+    stream(cut[0], [].extend, request_id=f"{id(burst)}-{cut[0]}")
     assert served.stats()["generated_tokens"] == before
     wait_until(served.is_idle)
