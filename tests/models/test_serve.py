@@ -751,15 +751,17 @@ def test_a_cluster_without_workers_answers_503_after_its_limit():
     thread.start()
     limits = Limits(None, None, vocab_size=256, block_size=4, stop_token_ids=frozenset())
     cluster = FrontEnd(limits, Bytes(), None, loop=loop, max_wait=0.1)
-    with listening(cluster) as served:
-        for options in ({}, {"stream": True}):
-            response = served.post(prompt="x", max_tokens=3, **options)
-            assert "there was no worker for 0.1 s" in response.text
-            assert response.status_code == (200 if options else 503)  # a stream has begun: the error is its only event
-        assert cluster.num_requests == 0
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(SECONDS)
-    loop.close()
+    try:
+        with listening(cluster) as served:
+            for options in ({}, {"stream": True}):
+                response = served.post(prompt="x", max_tokens=3, **options)
+                assert "there was no worker for 0.1 s" in response.text
+                assert response.status_code == (200 if options else 503)  # of a stream, the error is the only event
+            assert cluster.num_requests == 0
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(SECONDS)
+        loop.close()
 
 
 def test_a_tokenizer_without_a_chat_template_is_said_to_have_none(monkeypatch):
