@@ -441,7 +441,7 @@ cdef class BlockAllocator:
         """Raises the capacity to `num_blocks`; `ValueError` if that is below the capacity or above the maximum."""
         number = integer("num_blocks", num_blocks)
         if self.shared != NULL and self.c_capacity() <= number <= self.max_capacity:
-            (<SharedPages>self.shared_pages).set_limit(&self.lock, number)
+            (<SharedPages>self.shared_pages).set_limit(number)
         elif self.shared != NULL or not 0 <= number <= INT32_MAX or not self.c_grow(number):
             raise ValueError(f"num_blocks must be from {self.c_capacity()} to {self.max_capacity}, not {number}")
 
@@ -449,8 +449,8 @@ cdef class BlockAllocator:
         """Lowers the capacity to `num_blocks`, but not below a block in use; returns the new capacity.
 
         A block in use keeps its id, so the highest id in use limits the result. O(blocks ever used). In a shared pool
-        the capacity falls at once; blocks in use above it stay until they are free. Raises `ValueError` when
-        `num_blocks` is below 0 or above the capacity.
+        the capacity falls at once: cached blocks above it are evicted, blocks in use stay until they are free. Raises
+        `ValueError` when `num_blocks` is below 0 or above the capacity.
 
         >>> allocator = BlockAllocator(2, max_blocks=8)
         >>> blocks = allocator.allocate_n(5)
@@ -462,7 +462,7 @@ cdef class BlockAllocator:
         if not 0 <= number <= self.c_capacity():
             raise ValueError(f"num_blocks must be from 0 to {self.c_capacity()}, not {number}")
         if self.shared != NULL:
-            (<SharedPages>self.shared_pages).set_limit(&self.lock, number)
+            (<SharedPages>self.shared_pages).set_limit(number)
             return number
         return self.c_shrink(number)
 

@@ -43,9 +43,12 @@ cdef extern from "shared/pool.h" nogil:
     int64_t pp_shared_count_free(const pp_shared_view *view)
     int64_t pp_shared_count_in_use(const pp_shared_view *view)
     int64_t pp_shared_limit(const pp_shared_view *view)
-    int pp_shared_set_limit(pp_shared_view *view, int64_t limit)
+    int64_t pp_shared_allocated(int fd)
     int pp_shared_processes(const pp_shared_view *view)
     const char *pp_shared_audit(const pp_shared_view *view, const int32_t *counts, int32_t *block)
+
+cdef extern from "shared/index.h" nogil:
+    int pp_index_set_limit(pp_shared_view *view, int64_t limit)
 
 
 cdef class SharedPages:
@@ -62,7 +65,9 @@ cdef class SharedPages:
     cdef object stale(self)
     # The lock is the allocator's. After `close` the view is stale, and the process holds no block.
     cdef void close(self, pp_lock *lock) noexcept
-    cdef int set_limit(self, pp_lock *lock, int32_t limit) except -1
+    cdef int set_limit(self, int32_t limit) except -1
+    # Bytes of memory that the file has.
+    cdef int64_t allocated(self) except -1
     # Frees the blocks of dead processes; returns the number of these processes.
     cdef int reap(self, pp_lock *lock) except -1
 

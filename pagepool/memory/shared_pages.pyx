@@ -1,6 +1,7 @@
 """SharedPages: the view of a process into a pool that several processes share."""
 
 cimport cython
+from libc.errno cimport errno
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset
@@ -60,22 +61,26 @@ cdef class SharedPages:
         pp_lock_release(lock)
         pp_shared_close(&self.view)
 
-    cdef int set_limit(self, pp_lock *lock, int32_t limit) except -1:
+    cdef int set_limit(self, int32_t limit) except -1:
         cdef int error
         from pagepool.memory import shared_files as files
         more = (limit - pp_shared_limit(&self.view)) * self.view.block_bytes
         if more > 0:
             files.check_room(self.view.fd, more, f"a limit of {limit} blocks for the shared pool {self.shared!r}")
         with nogil:
-            pp_lock_acquire(lock)
-            error = pp_shared_set_limit(&self.view, limit)
-            pp_lock_release(lock)
+            error = pp_index_set_limit(&self.view, limit)
         if pp_shared_is_stale(&self.view):
             raise self.stale()
         if error:
             reason = os.strerror(error)
             raise OSError(error, f"no memory for {limit} blocks of the shared pool {self.shared!r}: {reason}")
         return 0
+
+    cdef int64_t allocated(self) except -1:
+        cdef int64_t size = pp_shared_allocated(self.view.fd)
+        if size < 0:
+            raise OSError(errno, f"cannot read the size of the shared pool {self.shared!r}: {os.strerror(errno)}")
+        return size
 
     cdef int reap(self, pp_lock *lock) except -1:
         cdef int found

@@ -29,6 +29,7 @@ static void step(void) {
 
 enum { BLOCKS = 40, HELD = 3, SIZE = 64, CACHED = 6, PATH = 12 };
 static int32_t held[HELD], prompt[PATH * SIZE];
+static int64_t allocated; /* bytes of a file in which all blocks have memory */
 
 #define CHECK(condition)                                              \
     do {                                                              \
@@ -94,17 +95,19 @@ static void use_index(pp_shared *view) {
 static void workload(int fd) {
     pp_shared *view = attach(fd);
     int32_t blocks[8], more[BLOCKS];
+    view->cursor = BLOCKS / 2 - 4; /* half of its blocks are above the limit that it sets */
     for (int i = 0; i < 8; i++)
         if (pp_shared_take(view, 1, &blocks[i]) == PP_OK) memset(page(view, blocks[i]), 1, (size_t)view->block_bytes);
     pp_shared_drop(view, blocks + 2, 3);
     if (pp_shared_take(view, 5, more) == PP_OK) pp_shared_drop(view, more, 5);
     if (pp_shared_take(view, BLOCKS, more) == PP_OK) _exit(8); /* there are fewer free blocks */
-    pp_shared_set_limit(view, BLOCKS / 2);
-    pp_shared_set_limit(view, BLOCKS);
     pp_shared_drop(view, blocks, 1);
     use_index(view);
+    pp_index_set_limit(view, BLOCKS / 2); /* blocks above it are free, cached, and in use by both processes */
+    pp_shared_drop(view, blocks + 7, 1);
+    pp_index_set_limit(view, BLOCKS);
     int32_t counts[BLOCKS] = {0}, block;
-    for (int i = 0; i < 8; i++) counts[blocks[i]] = i == 1 || i > 4;
+    for (int i = 0; i < 8; i++) counts[blocks[i]] = i == 1 || i == 5 || i == 6;
     if (pp_shared_audit(view, counts, &block)) _exit(7);
     pp_shared_free(view);
 }
@@ -122,6 +125,7 @@ static pp_shared *survivor(int *fd) {
     pp_shared *view = attach(*fd);
     const long at = 0;
     int32_t all[BLOCKS];
+    allocated = pp_shared_allocated(*fd);
     CHECK(pp_shared_take(view, BLOCKS, all) == PP_OK);
     for (int i = 0; i < HELD; i++) held[i] = i * (BLOCKS / 2 - 1); /* also above the lower limit of the workload */
     for (int i = 0; i < BLOCKS; i++)
@@ -158,7 +162,11 @@ static void verify(pp_shared *view, long at) {
     pp_shared_drop(view, taken, 1);
     pp_shared_reap(view);
     CHECK(pp_shared_processes(view) == 1);
-    CHECK(pp_shared_set_limit(view, BLOCKS) == 0);
+    CHECK(pp_index_set_limit(view, BLOCKS / 2) == 0);
+    for (int32_t b = BLOCKS / 2; b < BLOCKS; b++) CHECK(!((uint32_t)view->words[b] & ~view->bit));
+    CHECK(pp_shared_allocated(view->fd) == allocated - (BLOCKS / 2 - 1) * view->block_bytes);
+    CHECK(pp_index_set_limit(view, BLOCKS) == 0);
+    CHECK(pp_shared_allocated(view->fd) == allocated);
     CHECK(pp_shared_audit(view, counts, &block) == NULL);
     CHECK(pp_index_audit(view) == NULL);
     const int64_t cached = pp_index_count(view, 0);

@@ -10,9 +10,22 @@ from pathlib import Path
 import pagepool
 from pagepool import KvCachePool, KvLayout, PoolError
 
-__all__ = ["LAYOUT", "PoolError", "attach", "in_child", "kill", "new_name", "remove", "run_script", "wait"]
+__all__ = [
+    "LAYOUT",
+    "WHOLE_PAGES",
+    "PoolError",
+    "allocated",
+    "attach",
+    "in_child",
+    "kill",
+    "new_name",
+    "remove",
+    "run_script",
+    "wait",
+]
 
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
+WHOLE_PAGES = KvLayout(num_layers=1, num_kv_heads=1, head_dim=32, block_size=16, dtype="float32")  # 4,096 bytes each
 
 
 def new_name():
@@ -25,6 +38,11 @@ def attach(shared, num_blocks=64, layout=LAYOUT, **options):
 
 def remove(name):
     os.unlink(f"/dev/shm/pagepool-{name}")
+
+
+def allocated(fd):
+    """Return the number of pages of 4,096 bytes that a file has in memory."""
+    return os.fstat(fd).st_blocks // 8
 
 
 def in_child(function, *arguments):

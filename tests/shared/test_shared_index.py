@@ -158,6 +158,34 @@ def test_evicted_blocks_can_be_taken_by_any_process(memfd):
     cache.check()
 
 
+def test_a_lower_limit_evicts_cached_blocks_above_it_and_returns_their_memory(memfd):
+    pool, other = [pools.attach(memfd, 64, pools.WHOLE_PAGES) for _ in range(2)]
+    cache, second = PrefixCache(pool.allocator), PrefixCache(other.allocator)
+    full = pools.allocated(memfd)
+    tokens = prompt(25, 64)
+    assert cached(pool, cache, tokens) == [*range(64)]
+    held = second.match_tokens(tokens[: 50 * SIZE])
+    assert pool.shrink(40) == 40
+    assert (pools.allocated(memfd), cache.num_cached, pool.allocator.in_use) == (full - 14, 40, 50)
+    assert (second.cached_tokens(tokens), second.evictable, second.stats()["evicted"]) == (40 * SIZE, 0, 24)
+    held.close()
+    assert (pools.allocated(memfd), other.allocator.in_use, second.evictable) == (full - 24, 40, 40)
+    cache.check()
+    assert second.evict(64) == 40
+    other.allocator.check(others=0)
+
+
+def test_a_block_above_the_limit_is_not_cached(memfd):
+    pool, cache = view(memfd)
+    tokens = prompt(26, 64)
+    blocks = pool.allocator.allocate_n(64)
+    pool.shrink(40)
+    assert cache.cache_blocks(tokens, blocks) == 40
+    pool.allocator.free(blocks)
+    assert (cache.num_cached, pool.allocator.in_use, pool.allocator.free_count) == (40, 40, 0)
+    cache.check()
+
+
 def test_wrong_calls_change_nothing(memfd):
     pool, cache = view(memfd)
     tokens = prompt(21, 2)

@@ -58,6 +58,8 @@ FAULTS = {
     "a refused call keeps its blocks": ("pool.c", "while (i > 0) drop_one(view, blocks[--i]);", ""),
     "a search sees half of the blocks": ("pool.c", "i < limit; i++) {", "i < limit / 2; i++) {"),
     "memory in use is returned": ("pool.c", "while (b < end && claim(view, b)) b++;", "while (b < end) b++;"),
+    "cached blocks stay above the limit": ("index.c", "count += release_block(view, (int32_t)b, 0);", ""),
+    "memory above the limit stays": ("pool.c", "if (to > from) pp_os_punch_file(view->fd, from, to - from);", ""),
     "the index is not built again": ("index.c", "if (LOAD(&view->header->dirty)) rebuild(view);", ""),
     "the index is never dirty": (
         "index.c",

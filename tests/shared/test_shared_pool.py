@@ -273,6 +273,46 @@ def test_a_limit_holds_in_every_process(name):
         second.allocator.allocate()
 
 
+@pytest.mark.parametrize("ending", ["free", "close", "reap", "attach"])
+def test_blocks_above_a_lower_limit_give_their_memory_back_when_their_holder_ends(memfd, ending):
+    pool = pools.attach(memfd, layout=pools.WHOLE_PAGES)
+    full = pools.allocated(memfd)
+    (ready, told), (more, tell) = os.pipe(), os.pipe()
+
+    def child():
+        own = pools.attach(memfd, layout=pools.WHOLE_PAGES)
+        blocks = own.allocator.allocate_n(64)
+        os.write(told, b"x")
+        os.read(more, 1)
+        if ending == "free":
+            own.allocator.free(blocks[::2])
+            own.allocator.free(blocks[1::2])
+        elif ending == "close":
+            own.close()
+        os.write(told, b"x")
+        os.read(more, 1)
+
+    other = pools.in_child(child)
+    os.close(told)  # if the child fails, the reads below end
+    assert os.read(ready, 1) and pool.shrink(40) == 40
+    assert (pools.allocated(memfd), pool.allocator.in_use) == (full, 64)
+    os.write(tell, b"x")
+    assert os.read(ready, 1)
+    if ending in ("reap", "attach"):
+        assert pools.kill(other) == -9 and pools.allocated(memfd) == full
+    if ending == "reap":
+        assert pool.reap() == 1
+    elif ending == "attach":
+        assert pools.attach(memfd, layout=pools.WHOLE_PAGES).num_blocks == 40
+    assert (pools.allocated(memfd), pool.allocator.free_count) == (full - 24, 40)
+    os.write(tell, b"x")
+    assert ending in ("reap", "attach") or pools.wait(other) == 0
+    pool.grow(64)
+    assert pools.allocated(memfd) == full
+    for fd in (ready, more, tell):
+        os.close(fd)
+
+
 def test_the_handle_of_a_forked_child_is_closed(name):
     pool = pools.attach(name)
     state = PagedSeqState(pool.allocator)

@@ -61,10 +61,12 @@ void pp_os_hide_file(void *base, size_t bytes) {
 }
 
 static int allocate_file(int fd, int mode, int64_t offset, int64_t bytes) {
-    const int64_t step = (int64_t)64 << 20; /* short calls: a signal makes the system undo and fail the whole call */
-    for (int64_t done = 0; done < bytes; done += step) {
-        const int64_t size = bytes - done < step ? bytes - done : step;
-        while (fallocate(fd, mode, offset + done, size))
+    /* Short calls: a signal makes the system undo and fail the whole call.  Their ends split no huge page. */
+    const int64_t step = (int64_t)64 << 20, end = offset + bytes;
+    for (int64_t next; offset < end; offset = next) {
+        next = (offset / step + 1) * step;
+        if (next > end) next = end;
+        while (fallocate(fd, mode, offset, next - offset))
             if (errno != EINTR) return errno;
     }
     return 0;

@@ -1,6 +1,7 @@
 /* index.c: see index.h. */
 #include "index.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -200,6 +201,7 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
     key wanted = first_key(view, path);
     int64_t i = 0, fresh = 0;
     if (!begin(view)) return 0;
+    const int64_t limit = pp_shared_limit(view); /* if it falls now, pp_index_set_limit waits and evicts these blocks */
     const uint64_t now = __atomic_add_fetch(&view->header->tick, 1, __ATOMIC_RELAXED);
     for (int is_known = 1; i < path->n; i++) {
         const int32_t *tokens = path->tokens + i * view->block_size;
@@ -226,6 +228,7 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
         }
         const int32_t b = blocks[i];
         pp_index_node *node = &view->nodes[b];
+        if (b >= limit) break;
         if (LOAD(&view->words[b]) & PP_INDEX_BIT && memcmp(tokens_of(view, b), tokens, row)) break; /* given twice */
         if (release_block(view, b, 0)) fresh--;
         STORE(&node->hash, wanted.hash);
@@ -280,6 +283,7 @@ static void list_victims(pp_shared *view) {
 int64_t pp_index_evict(pp_shared *view, int64_t n) {
     int64_t done = 0, done_before = -1;
     if (n <= 0 || !begin(view)) return 0;
+    const int64_t limit = pp_shared_limit(view);
     while (done < n) {
         if (!view->num_victims) {
             if (done == done_before) break;
@@ -289,7 +293,7 @@ int64_t pp_index_evict(pp_shared *view, int64_t n) {
         }
         const pp_index_victim victim = view->victims[--view->num_victims];
         if (view->nodes[victim.block].stamp != victim.stamp || !release_block(view, victim.block, 1)) continue;
-        done++;
+        done += victim.block < limit;
         if (view->lock) pp_lock_acquire(view->lock);
         if (view->num_hints < view->num_blocks) view->hints[view->num_hints++] = victim.block;
         if (view->lock) pp_lock_release(view->lock);
@@ -311,9 +315,26 @@ int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n) {
     return count;
 }
 
-int64_t pp_index_count(const pp_shared *view, int only_idle) {
+int pp_index_set_limit(pp_shared *view, int64_t limit) {
     int64_t count = 0;
-    for (int64_t b = 0; b < view->num_blocks; b++) {
+    if (view->lock) pp_lock_acquire(view->lock);
+    const int error = pp_shared_set_limit(view, limit);
+    if (view->lock) pp_lock_release(view->lock);
+    if (error) return error;
+    if (!begin(view)) return ESTALE;
+    for (int64_t b = pp_shared_limit(view); b < view->num_blocks; b++) count += release_block(view, (int32_t)b, 0);
+    __atomic_fetch_add(&view->header->evicted, (uint64_t)count, __ATOMIC_RELAXED);
+    end(view);
+    if (view->lock) pp_lock_acquire(view->lock);
+    pp_shared_return_memory(view, 0, view->num_blocks, 1);
+    if (view->lock) pp_lock_release(view->lock);
+    return 0;
+}
+
+int64_t pp_index_count(const pp_shared *view, int only_idle) {
+    const int64_t end = only_idle ? pp_shared_limit(view) : view->num_blocks;
+    int64_t count = 0;
+    for (int64_t b = 0; b < end; b++) {
         const uint32_t holders = (uint32_t)__atomic_load_n(&view->words[b], __ATOMIC_RELAXED);
         count += only_idle ? holders == PP_INDEX_BIT : (holders & PP_INDEX_BIT) != 0;
     }

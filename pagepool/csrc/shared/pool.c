@@ -229,12 +229,14 @@ int pp_shared_open(pp_shared *view, int fd, const pp_shared_shape *shape) {
         return error;
     }
     pp_shared_reap(view);
+    pp_shared_return_memory(view, 0, view->num_blocks, 0); /* take_slot may have swept a dead process */
     return 0;
 }
 
 void pp_shared_leave(pp_shared *view) {
     if (pp_shared_is_stale(view)) return;
     drop_everywhere(view, view->bit);
+    pp_shared_return_memory(view, 0, view->num_blocks, 0);
     STORE(&view->slot->epoch, view->epoch + 1);
     PP_STEP();
     STORE(&view->slot->state, FREE);
@@ -337,8 +339,18 @@ pp_status pp_shared_take(pp_shared *view, int32_t n, int32_t *blocks) {
 }
 
 void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n) {
+    int32_t highest = -1;
     if (pp_shared_is_stale(view)) return;
-    for (int64_t i = 0; i < n; i++) drop_one(view, blocks[i]);
+    for (int64_t i = 0; i < n; i++) {
+        drop_one(view, blocks[i]);
+        if (blocks[i] > highest) highest = blocks[i];
+    }
+    const int64_t limit = pp_shared_limit(view);
+    if (highest < limit) return;
+    int32_t lowest = highest;
+    for (int64_t i = 0; i < n; i++)
+        if (blocks[i] >= limit && blocks[i] < lowest) lowest = blocks[i];
+    pp_shared_return_memory(view, lowest, (int64_t)highest + 1, 0);
 }
 
 int pp_shared_reap(pp_shared *view) {
@@ -353,6 +365,7 @@ int pp_shared_reap(pp_shared *view) {
         }
         pp_os_unlock_byte(view->lock_fd, i);
     }
+    if (found) pp_shared_return_memory(view, 0, view->num_blocks, 0);
     return found;
 }
 
@@ -372,7 +385,7 @@ int64_t pp_shared_count_in_use(const pp_shared *view) {
 
 /* Claims the free blocks from `begin` on, returns their memory, and frees them again.  A process that still sees the
  * old limit may claim one of them afterwards; it then sees the new limit and gives the block back. */
-static void return_memory(pp_shared *view, int64_t begin, int64_t end) {
+static void punch_free_blocks(pp_shared *view, int64_t begin, int64_t end) {
     const int64_t offset = (int64_t)(view->pages - view->base), page = 4096;
     for (int64_t b = begin; b < end; b++) {
         const int64_t first = b;
@@ -389,6 +402,14 @@ static void return_memory(pp_shared *view, int64_t begin, int64_t end) {
     }
 }
 
+void pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int wait) {
+    if (pp_shared_is_stale(view) || end <= pp_shared_limit(view)) return;
+    if (!pp_os_lock_byte(view->lock_fd, LIMIT_LOCK, wait)) return;
+    const int64_t limit = pp_shared_limit(view); /* cannot rise now: a block that gets memory would lose it again */
+    punch_free_blocks(view, begin > limit ? begin : limit, end);
+    pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
+}
+
 int pp_shared_set_limit(pp_shared *view, int64_t limit) {
     int error = 0;
     if (pp_shared_is_stale(view)) return ESTALE;
@@ -399,10 +420,13 @@ int pp_shared_set_limit(pp_shared *view, int64_t limit) {
         error = pp_os_commit_file(view->fd, offset + before * view->block_bytes, (limit - before) * view->block_bytes);
     if (!error) STORE(&view->header->limit, limit);
     PP_STEP();
-    /* Up to the end: blocks that were in use when an earlier limit fell may be free now. */
-    if (!error) return_memory(view, limit, view->num_blocks);
     pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
     return error;
+}
+
+int64_t pp_shared_allocated(int fd) {
+    struct stat status;
+    return fstat(fd, &status) ? -1 : (int64_t)status.st_blocks * 512;
 }
 
 int pp_shared_processes(const pp_shared *view) {

@@ -14,6 +14,7 @@
  *   bit s of holders(b)                 =   count_s(b) > 0, for a live process s outside of a call
  *   bit s of holders(b)                 =   0, for a slot s that is free
  *   generation(b) rises by 1 with each change of holders(b) from 0, and never else
+ *   block b has memory                 if   b < limit or holders(b) != 0
  *
  * A process locks one byte of the file, that of its slot, until it ends.  A slot in use whose byte is not locked
  * belongs to a dead process.  Another process takes the lock, clears the bit of the slot in all words (the sweep), and
@@ -171,7 +172,8 @@ static inline int pp_shared_is_held_elsewhere(const pp_shared *view, int32_t blo
     return ((uint32_t)__atomic_load_n(&view->words[block], __ATOMIC_ACQUIRE) & ~(uint32_t)view->bit) != 0;
 }
 
-/* Clears this process's bit of each block.  Its private count must be 0.  A block may be given twice. */
+/* Clears this process's bit of each block.  Its private count must be 0.  A block may be given twice.  Returns the memory
+ * of blocks at or above the limit that are free then. */
 void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n);
 
 /* Sweeps every dead process; returns how many there were. */
@@ -184,9 +186,16 @@ int64_t pp_shared_count_in_use(const pp_shared *view);
 /* The number of blocks that may be allocated, from 0 to num_blocks. */
 int64_t pp_shared_limit(const pp_shared *view);
 
-/* Sets the limit for all processes.  A higher one allocates memory first: ENOSPC.  A lower one returns the memory of
- * free blocks above it to the system; blocks in use there stay until they are free. */
+/* Sets the limit for all processes.  A higher one allocates memory first: ENOSPC.  A lower one returns no memory: see
+ * pp_index_set_limit. */
 int pp_shared_set_limit(pp_shared *view, int64_t limit);
+
+/* Returns the memory of free blocks from `begin` to `end` that are at or above the limit to the system, in runs that are
+ * as long as possible.  Without `wait` it does nothing while another process changes the limit. */
+void pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int wait);
+
+/* Bytes of memory that the file has, or -1 with errno. */
+int64_t pp_shared_allocated(int fd);
 
 /* Number of processes that are attached. */
 int pp_shared_processes(const pp_shared *view);
