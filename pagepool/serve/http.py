@@ -35,6 +35,7 @@ access_logger = logging.getLogger("pagepool.access")
 MAX_BODY_BYTES = 16 << 20
 MAX_ID_LENGTH = 256
 BODY_SECONDS = 60.0  # the whole body must arrive in this time
+PART_SECONDS = 10.0  # the next part of the body must arrive in this time
 
 
 def read_id(http: HttpRequest) -> str | None:
@@ -69,20 +70,20 @@ def printable(text: str) -> str:
 
 async def read_all(http: HttpRequest) -> bytes:
     """Return the body. Raises `RequestError` as soon as the body is too large or too slow."""
-    body = bytearray()
-
-    async def read() -> None:
-        async for part in http.stream():
-            body.extend(part)
-            if len(body) > MAX_BODY_BYTES:
-                raise RequestError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
-
-    try:
-        await asyncio.wait_for(read(), BODY_SECONDS)
-    except asyncio.TimeoutError:
-        sentence = f"the body did not arrive within {BODY_SECONDS:g} s: got {len(body)} bytes"
-        raise RequestError(408, sentence) from None
-    return bytes(body)
+    body, parts, end = bytearray(), http.stream(), monotonic() + BODY_SECONDS
+    while True:
+        left = end - monotonic()
+        try:
+            part = await asyncio.wait_for(anext(parts, None), min(left, PART_SECONDS))
+        except asyncio.TimeoutError:
+            late = f"the body did not arrive within {BODY_SECONDS:g} s"
+            silent = f"no part of the body arrived for {PART_SECONDS:g} s"
+            raise RequestError(408, f"{late if left < PART_SECONDS else silent}: got {len(body)} bytes") from None
+        if part is None:
+            return bytes(body)
+        body.extend(part)
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
 
 
 class Observer:
