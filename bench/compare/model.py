@@ -1,8 +1,8 @@
 """Write the model of the comparison to a folder: `python bench/compare/model.py FOLDER [--gguf]`.
 
 A Llama with 33 million random weights in float32 and the tokenizer of `bench/tiny_llama`. `--gguf` also writes
-`model.gguf` for llama.cpp, with the same weights, and needs the package gguf. Greedy decoding never picks the end
-token, because its output row is zero.
+`model.gguf` for llama.cpp, with the same weights, and needs the package gguf. Greedy decoding never picks a special
+token or a part of a character, because their output rows are zero: each new token adds text to a stream.
 """
 
 import argparse
@@ -32,11 +32,14 @@ def write_model(folder):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    vocabulary = json.loads((TOKENIZER / "tokenizer.json").read_text())["model"]["vocab"]
+    tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    silent = [token["id"] for token in tokenizer["added_tokens"]]
+    silent += [number for token, number in vocabulary.items() if not token.replace("Ġ", "").replace("Ċ", "").isascii()]
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), **SIZES)).float()
     with torch.no_grad():
-        model.lm_head.weight[0] = 0
+        model.lm_head.weight[silent] = 0
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TOKENIZER / name, folder)

@@ -7,8 +7,9 @@ Needs the extra `serve`, httpx and, for the row "retained", cache-pressure. vLLM
 `server`) have their own environments in `--peers`: `vllm` and `llama_cpp`; this one then also needs gguf. A side
 without an environment is left out by name. Nothing is downloaded: `model.py` makes the model.
 
-All servers run at the same time with the same number of threads, weights in float32 and room for the same number of
-tokens. They take turns, workload by workload and round by round; the table has medians over the rounds.
+All servers have the same number of threads, weights in float32 and room for the same number of tokens. They take turns,
+workload by workload and round by round; the table has medians over the rounds. While one server is measured, the others
+are stopped by SIGSTOP: vLLM's worker spins on a CPU for a second after each request.
 
 alone     one request: 512 prompt tokens, 64 new ones
 clients   32 requests at once: 256 prompt tokens, 64 new ones
@@ -26,6 +27,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -116,12 +118,16 @@ class Server:
                     total += int(line.split()[1])
         return total / 2**20
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its children."""
+        os.killpg(self.process.pid, number)
+
     def stop(self) -> None:
         self.process.terminate()
         try:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, 9)
+            self.send(signal.SIGKILL)
 
 
 class Pagepool(Server):
@@ -205,7 +211,7 @@ async def stream(client, prompt, new):
         if response.status_code != 200:
             raise RuntimeError(f"status {response.status_code}: {(await response.aread())[:300]!r}")
         async for line in response.aiter_lines():
-            if line.startswith("data:") and first is None and '"text": ""' not in line:
+            if line.startswith("data: {") and first is None and json.loads(line[6:])["choices"][0]["text"]:
                 first = time.monotonic() - began
     return first, time.monotonic() - began
 
@@ -220,6 +226,19 @@ async def measure(server, prompts, new):
     if len(prompts) == 1:
         return first, (new - 1) / (found[0][1] - first)
     return first, len(prompts) * new / whole
+
+
+@contextlib.contextmanager
+def only(server, servers):
+    """Stop all other servers meanwhile."""
+    others = [other for other in servers if other is not server]
+    for other in others:
+        other.send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for other in others:
+            other.send(signal.SIGCONT)
 
 
 def retained(server):
@@ -254,12 +273,15 @@ def compare(options, folder):
             found = {name: [] for name in servers}
             for _ in range(options.rounds + 1):  # the first round warms up
                 for name, server in servers.items():
-                    found[name].append(asyncio.run(measure(server, texts.prompts(workload), new)))
+                    prompts = texts.prompts(workload)
+                    with only(server, servers.values()):
+                        found[name].append(asyncio.run(measure(server, prompts, new)))
             for name, results in found.items():
                 first, rate = zip(*results[1:], strict=True)
                 rows[name] |= {f"{workload}_first": median(first), f"{workload}_rate": median(rate)}
         for name, server in servers.items():
-            rows[name] |= {"retained": retained(server), "memory": server.memory()}
+            with only(server, servers.values()):
+                rows[name] |= {"retained": retained(server), "memory": server.memory()}
     finally:
         for server in servers.values():
             server.stop()
