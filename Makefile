@@ -11,8 +11,8 @@ export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 SESSIONS := test-torch test-models test-clients test-transfer test-ray debug clang san-c san-python san-threads aarch64 \
 	wheel test-wheel test-sdist test-free-threaded manylinux cibuildwheel workflows
 
-.PHONY: help demo demo-generate test ci-models cluster-demo load-test model-test preemption-test store-test build bench \
-	figures lint docs format san san-libraries sessions ci clean $(SESSIONS)
+.PHONY: help demo demo-generate test ci-models cluster-demo load-test model-test preemption-test pool-test store-test build \
+	bench figures lint docs format san san-libraries sessions ci clean $(SESSIONS)
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -26,6 +26,8 @@ model-test: build $(VENV)/.test  ## a long random program on the memory, compare
 	PYTHONPATH=. $(PY) tests/model_run.py --ops $(or $(OPS),10000000) $(if $(SEED),--seed $(SEED))
 preemption-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS=1000000; SEED=N repeats a run
 	PYTHONPATH=. $(PY) tests/scheduling/preemption_run.py --steps $(or $(STEPS),1000000) $(if $(SEED),--seed $(SEED))
+pool-test: build $(VENV)/.test  ## processes of a shared pool that race and are killed at random, for SECONDS=600
+	PAGEPOOL_RACE_SECONDS=$(or $(SECONDS),600) $(PY) -m pytest -q -rP tests/shared/test_shared_races.py -k "no_page and processes"
 store-test: build $(VENV)/.test  ## 4,000 power losses of the prefix store, every byte of its index, a kill at every write
 	PAGEPOOL_STORE_TRIALS=4000 $(PY) -m pytest -q tests/prefix/test_store_damage.py tests/prefix/test_store_failing_disk.py
 bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy

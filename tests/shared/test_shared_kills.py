@@ -1,40 +1,12 @@
 """kills.c with the C of shared pools, and with faults in it that the program must find."""
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
-
-import pagepool
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-if not (ROOT / "pagepool" / "csrc" / "shared" / "pool.c").is_file():
-    pytest.skip("needs the files of a checkout", allow_module_level=True)
-CC = next(filter(shutil.which, ["gcc", "cc", "clang"]), None)
-if CC is None:
-    pytest.skip("needs a C compiler", allow_module_level=True)
-
-
-def build(target, source=None):
-    """Compile kills.c with csrc/shared, or with a changed copy of it."""
-    folder = [f"-I{source}", "-Wno-error"] if source else []
-    command = [CC, "-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", *folder]
-    command += [f"-I{pagepool.get_include()}", f"-I{ROOT / 'pagepool' / 'csrc'}", str(HERE / "kills.c")]
-    command += ['-DPOOL_SOURCE="shared/pool.c"', '-DINDEX_SOURCE="shared/index.c"']
-    command += [f"{pagepool.get_library_dir()}/libpagepool.a", "-lm", "-pthread", "-o", str(target)]
-    subprocess.run(command, check=True, timeout=120)
-    return target
-
-
-def run(program, *arguments):
-    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=300)
+from c_programs import build, build_faulty, run
 
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("kills") / "kills")
+    return build("kills.c", tmp_path_factory.mktemp("kills") / "kills")
 
 
 @pytest.mark.parametrize(
@@ -84,14 +56,6 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_recovery_is_found(tmp_path, fault):
-    file, before, after = FAULTS[fault]
-    (tmp_path / "shared").mkdir()
-    for source in (ROOT / "pagepool" / "csrc" / "shared").iterdir():
-        text = source.read_text().replace('#include "../', '#include "')
-        if source.name == file:
-            assert text.count(before) == 1
-            text = text.replace(before, after)
-        (tmp_path / "shared" / source.name).write_text(text)
-    program = build(tmp_path / "kills", tmp_path)
+    program = build_faulty("kills.c", tmp_path, FAULTS[fault])
     found = [run(program, *arguments) for arguments in (["stores"], ["recovery", "41"])]
     assert any(done.returncode for done in found), "the kill test has not found it"
