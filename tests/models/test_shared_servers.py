@@ -1,7 +1,13 @@
 """Engines and servers of one model over one shared pool."""
 
+import argparse
+import contextlib
+import json
 import os
+import shutil
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -12,6 +18,7 @@ from families import prompts, tiny_model  # noqa: E402
 from test_generate import SECONDS, served  # noqa: E402
 
 from pagepool import Engine, SamplingParams  # noqa: E402
+from pagepool.cli.model_options import TINY_LLAMA, add_model_arguments, open_engine  # noqa: E402
 
 PARAMS = SamplingParams(16)
 
@@ -61,37 +68,74 @@ def test_another_model_and_models_with_states_are_refused(name):
         Engine(tiny_model("Jamba"), num_blocks=64, shared_pool=name)
 
 
-def test_servers_share_prefixes_and_one_that_is_killed_or_restarted_changes_no_answer(name):
+def check_pool(options):
+    """Attach as a server with these options would, and check that only the cache holds blocks."""
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    with open_engine(parser.parse_args(options), "serve") as engine:
+        engine.check()
+        assert engine.runner.pool.stats()["processes"] == 1
+
+
+def test_servers_share_prefixes_and_one_that_is_killed_or_restarted_changes_no_answer(name, tmp_path):
     httpx = pytest.importorskip("httpx", reason="httpx is not installed: make test-models")
-    options = ("--shared-pool", name, "--pool-bytes", "16M", "--show-cached-tokens")
-    prompt = "class Reader:\n    def read(self): return 1\n" * 20
-    body = {"model": "tiny_llama", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    model = tmp_path / "llama"
+    shutil.copytree(TINY_LLAMA, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
+    options = ("--model", str(model), "--shared-pool", name, "--pool-bytes", "64M")
+    path = f"/dev/shm/pagepool-{name}"
 
-    def ask(url):
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).json()
+    def body(prompt, **more):
+        return {"model": "llama", "prompt": prompt, "max_tokens": 16, "temperature": 0, **more}
+
+    def ask(url, prompt):
+        answer = httpx.post(f"{url}/v1/completions", json=body(prompt), timeout=SECONDS).json()
         usage = answer["usage"]
-        return answer["choices"][0]["text"], usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["text"], usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
 
-    servers = [served(*options), served(*options)]
+    def break_off(url, prompt):
+        streamed = body(prompt, stream=True, max_tokens=400)
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("POST", f"{url}/v1/completions", json=streamed, timeout=SECONDS) as response,
+        ):
+            for _ in response.iter_lines():
+                tokens_seen.release()
+
+    tokens_seen = threading.Semaphore(0)
+    long, *others = prompts((2048, 700, 650, 600, 550, 500, 450, 400))
+    servers = [served(*options, "--show-cached-tokens") for _ in range(2)]
+    urls = [url for *_, url in servers]
     try:
-        text, num_prompt, cached = ask(servers[0][2])
-        assert cached == 0
-        most = (num_prompt - 1) // 16 * 16
-        assert ask(servers[1][2]) == (text, num_prompt, most)
-        stream = {**body, "stream": True, "max_tokens": 200}
-        with httpx.stream("POST", f"{servers[0][2]}/v1/completions", json=stream, timeout=SECONDS) as response:
-            for line in response.iter_lines():
-                if line:
-                    break
+        first, second = urls
+        text, computed = ask(first, long)
+        assert computed == 2048
+        allocated = os.stat(path).st_blocks
+        text_of_second, computed = ask(second, long)
+        assert text_of_second == text and computed < 32
+        assert os.stat(path).st_blocks < 1.05 * allocated
+        answers = {tuple(prompt): ask(second, prompt)[0] for prompt in others}
+        with ThreadPoolExecutor(2 * len(others)) as clients:
+            streams = [clients.submit(break_off, first, prompt[::-1]) for prompt in others]
+            asked = [clients.submit(ask, second, prompt) for prompt in 5 * others]
+            for _ in range(3 * len(others)):
+                assert tokens_seen.acquire(timeout=SECONDS)
             servers[0][0].kill()
+            for done in streams:
+                done.result(SECONDS)
+            assert [done.result(SECONDS)[0] for done in asked] == 5 * [answers[tuple(prompt)] for prompt in others]
         assert servers[0][0].wait(SECONDS) == -signal.SIGKILL
         servers[0][0].communicate()
-        assert ask(servers[1][2]) == (text, num_prompt, most)
-        servers[0] = served(*options)
-        assert ask(servers[0][2]) == (text, num_prompt, most)
+        text_of_second, computed = ask(second, long)
+        assert text_of_second == text and computed < 32
+        servers[0] = served(*options, "--show-cached-tokens")
+        text_of_third, computed = ask(servers[0][2], long)
+        assert text_of_third == text and computed < 32
     finally:
         for process, *_ in servers:
             process.send_signal(signal.SIGTERM)
             process.wait(SECONDS)
             process.communicate()
     assert [process.returncode for process, *_ in servers] == [0, 0]
+    check_pool(options)
