@@ -2,6 +2,7 @@
 
     python bench/prefix.py TRACE [--requests N] [--capacity N,N,...] [--policy NAME] [--reference]
     python bench/prefix.py --runs [--policy NAME]
+    python bench/prefix.py --shared
 
 For each prompt the benchmark calls `match_prefix`, frees blocks with `evict`, allocates the missing blocks, adds them
 with `cache_blocks`, and drops all references. Only these calls are timed; the tokens are prepared before. Each block of
@@ -14,11 +15,15 @@ the same blocks, and both times are printed.
 
 `--runs` measures a look-up of 4,096 blocks of 16 tokens instead. They are cached in alternation with the blocks of
 another prompt, so that the nodes of 1, 8, 64 or 512 consecutive blocks are adjacent in memory.
+
+`--shared` measures a look-up of 1,000 blocks of 16 tokens that another process has cached in a shared pool, beside the
+look-up in a cache of one process. The blocks are adjacent, or anywhere in a pool of 100,000 blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +77,48 @@ def serve(memory: Any, prompts: list[tuple[np.ndarray, int]], block_size: int, c
     return costs
 
 
+def fill(pool: Any, cache: pagepool.PrefixCache, tokens: np.ndarray) -> None:
+    """Cache a prompt in blocks that are drawn from the whole pool."""
+    blocks = pool.allocator.allocate_n(pool.num_blocks)
+    chosen = blocks if len(blocks) == 1000 else np.random.default_rng(1).permutation(blocks)[:1000]
+    cache.cache_blocks(tokens, chosen)
+    pool.allocator.free(blocks)
+
+
+def look_up_all(pool: Any, cache: pagepool.PrefixCache, tokens: np.ndarray) -> float:
+    """Return the microseconds of `match_prefix` for cached tokens, best of 300."""
+    times = []
+    for _ in range(300):
+        begin = perf_counter_ns()
+        found = cache.match_prefix(tokens)
+        times.append(perf_counter_ns() - begin)
+        if len(found) != 1000:
+            raise SystemExit(f"{len(found)} blocks were found, not 1,000")
+        pool.allocator.free(found)
+    return min(times) / 1e3
+
+
+def compare_shared(num_blocks: int) -> None:
+    """Print what a hit of 1,000 blocks costs another process of a shared pool, and in a cache of one process."""
+    layout = pagepool.KvLayout(num_layers=1, num_kv_heads=1, head_dim=8)
+    tokens = np.random.default_rng(0).integers(0, 2**31 - 1, 16_000, np.int32)
+    memory = os.memfd_create("prefix", os.MFD_ALLOW_SEALING)
+    pool = pagepool.KvCachePool.from_layout(layout, num_blocks, shared=memory)
+    fill(pool, pagepool.PrefixCache(pool.allocator), tokens)
+    read, write = os.pipe()
+    if os.fork() == 0:
+        own = pagepool.KvCachePool.from_layout(layout, num_blocks, shared=memory)
+        os.write(write, str(look_up_all(own, pagepool.PrefixCache(own.allocator), tokens)).encode())
+        os._exit(0)
+    os.wait()
+    shared = float(os.read(read, 100))
+    private = pagepool.KvCachePool.from_layout(layout, num_blocks)
+    cache = pagepool.PrefixCache(private.allocator, 16)
+    fill(private, cache, tokens)
+    alone = look_up_all(private, cache, tokens)
+    print(f"1,000 blocks of {num_blocks:>7,}: shared {shared:>6.1f} us, one process {alone:>6.1f} us")
+
+
 def look_up(run: int, policy: str) -> float:
     """Return the nanoseconds per block of `match_prefix`, best of 20, for nodes in adjacent runs of `run` blocks."""
     allocator = pagepool.BlockAllocator(2 * 4096)
@@ -113,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?")
     parser.add_argument("--runs", action="store_true")
+    parser.add_argument("--shared", action="store_true")
     parser.add_argument("--requests", type=int)
     parser.add_argument("--capacity", default="1000,3000,5859,10000,20000,30000,0")
     parser.add_argument("--policy", default="lru")
@@ -122,8 +170,12 @@ def main() -> None:
         for run in (1, 8, 64, 512):
             print(f"{options.policy:<9}runs of {run:>3} blocks {look_up(run, options.policy):>8.1f} ns a block")
         return
+    if options.shared:
+        for num_blocks in (1_000, 100_000):
+            compare_shared(num_blocks)
+        return
     if options.trace is None:
-        parser.error("a trace, or --runs")
+        parser.error("a trace, --runs or --shared")
     source = Prompts(read_trace(options.trace, options.requests, prefixes=True))
     prompts = [(ids, session) for ids, session in source]
     most = 2 * max((len(ids) for ids, _ in prompts), default=0)
