@@ -45,10 +45,10 @@ FAULTS = {
     ),
     "the node is written after its bit": (
         "index.c",
-        "        memcpy(tokens_of(view, b), tokens, row);\n        PP_STEP();\n"
+        "        write_tokens(view, b, tokens);\n        PP_STEP();\n"
         "        word = __atomic_fetch_or(&view->words[b], (uint64_t)PP_INDEX_BIT, __ATOMIC_ACQ_REL);\n",
         "        word = __atomic_fetch_or(&view->words[b], (uint64_t)PP_INDEX_BIT, __ATOMIC_ACQ_REL);\n"
-        "        PP_STEP();\n        memcpy(tokens_of(view, b), tokens, row);\n",
+        "        PP_STEP();\n        write_tokens(view, b, tokens);\n",
     ),
     "eviction leaves the chain as it is": ("index.c", "unlink_node(view, b); /*", "/*"),
 }

@@ -11,10 +11,13 @@
 
 #define LOAD(place) __atomic_load_n(place, __ATOMIC_ACQUIRE)
 #define STORE(place, value) __atomic_store_n(place, value, __ATOMIC_RELEASE)
+#define READ(place) __atomic_load_n(place, __ATOMIC_RELAXED)
+#define WRITE(place, value) __atomic_store_n(place, value, __ATOMIC_RELAXED)
 #define CAS(place, expected, value) \
     __atomic_compare_exchange_n(place, expected, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
 
 enum {
+    AHEAD = 32,        /* blocks of which a reader prefetches the nodes */
     MOST_STEPS = 512,  /* of a reader along one chain */
     SPINS = 64,        /* before a waiting writer yields */
     PATIENCE = 256,    /* yields between two searches for a dead writer */
@@ -46,25 +49,47 @@ static int32_t *tokens_of(const pp_shared *view, int32_t b) { return view->token
 
 static int32_t *bucket_of(const pp_shared *view, uint64_t hash) { return &view->buckets[hash & view->bucket_mask]; }
 
-static int is_node(const pp_shared *view, int32_t b, const key *wanted, const int32_t *tokens) {
-    const pp_index_node *node = &view->nodes[b];
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    const int equal = node->hash == wanted->hash && node->parent == wanted->parent &&
-                      node->generation == wanted->generation && node->root[0] == wanted->root[0] &&
-                      node->root[1] == wanted->root[1] &&
-                      !memcmp(tokens_of(view, b), tokens, (size_t)view->block_size * sizeof *tokens);
-    __atomic_thread_fence(__ATOMIC_ACQUIRE);
-    return equal;
+/* Readers compare tokens that a writer may write at the same time.  ThreadSanitizer needs atomics there.  They take
+ * 8 ns more for a block, because compilers join no atomic accesses. */
+#ifdef __SANITIZE_THREAD__
+static int has_tokens(const pp_shared *view, int32_t b, const int32_t *tokens) {
+    int64_t equal = 0;
+    for (int64_t i = 0; i < view->block_size; i++) equal += READ(&tokens_of(view, b)[i]) == tokens[i];
+    return equal == view->block_size;
 }
 
-/* The block with these tokens behind the parent, or -1; `word` is the word of the block before the comparison. */
-static int32_t find(const pp_shared *view, const key *wanted, const int32_t *tokens, uint64_t *word) {
+static void write_tokens(pp_shared *view, int32_t b, const int32_t *tokens) {
+    for (int64_t i = 0; i < view->block_size; i++) WRITE(&tokens_of(view, b)[i], tokens[i]);
+}
+#else
+static int has_tokens(const pp_shared *view, int32_t b, const int32_t *tokens) {
+    return !memcmp(tokens_of(view, b), tokens, (size_t)view->block_size * sizeof *tokens);
+}
+
+static void write_tokens(pp_shared *view, int32_t b, const int32_t *tokens) {
+    memcpy(tokens_of(view, b), tokens, (size_t)view->block_size * sizeof *tokens);
+}
+#endif
+
+static int is_behind(const pp_index_node *node, const key *wanted) {
+    return READ(&node->parent) == wanted->parent && READ(&node->generation) == wanted->generation;
+}
+
+/* Whether the node is the wanted one.  The caller has read the word of the block before, with acquire. */
+static int is_node(const pp_shared *view, int32_t b, const key *wanted, const int32_t *tokens) {
+    const pp_index_node *node = &view->nodes[b];
+    return READ(&node->hash) == wanted->hash && is_behind(node, wanted) && READ(&node->root[0]) == wanted->root[0] &&
+           READ(&node->root[1]) == wanted->root[1] && has_tokens(view, b, tokens);
+}
+
+/* The block with the hash behind the parent, or -1; `word` is its word.  The caller compares the node. */
+static int32_t find(const pp_shared *view, const key *wanted, uint64_t *word) {
     int32_t at = LOAD(bucket_of(view, wanted->hash));
     for (int steps = 0; steps < MOST_STEPS && at > 0 && at <= view->num_blocks; steps++) {
         const int32_t b = at - 1;
         if (LOAD(&view->nodes[b].hash) == wanted->hash) {
             *word = LOAD(&view->words[b]);
-            if (*word & PP_INDEX_BIT && is_node(view, b, wanted, tokens)) return b;
+            if (*word & PP_INDEX_BIT && is_behind(&view->nodes[b], wanted)) return b;
         }
         at = LOAD(&view->nodes[b].next);
     }
@@ -84,25 +109,42 @@ static int adopt(pp_shared *view, int32_t b, uint64_t word) {
     return 1;
 }
 
+/* Computes the hashes of the next n blocks, and prefetches what a look-up of them reads.  It saves 4 us in a hit of
+ * 1,000 blocks that lie anywhere in a pool of 100,000. */
+static void prefetch(const pp_shared *view, uint64_t hash, const int32_t *tokens, int64_t n, uint64_t *hashes) {
+    for (int64_t i = 0; i < n; i++) {
+        hashes[i] = hash = pp_hash_block(hash, tokens + i * view->block_size, view->block_size);
+        __builtin_prefetch(bucket_of(view, hash));
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t b = LOAD(bucket_of(view, hashes[i])) - 1;
+        if (b < 0 || b >= view->num_blocks) return;
+        __builtin_prefetch(&view->nodes[b]);
+        __builtin_prefetch(&view->words[b], 1);
+        __builtin_prefetch(tokens_of(view, b));
+    }
+}
+
 int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *counts, int32_t *blocks) {
     if (pp_shared_is_stale(view)) return 0;
     const uint64_t now = counts ? __atomic_add_fetch(&view->header->tick, 1, __ATOMIC_RELAXED) : 0;
     key wanted = first_key(view, path);
+    uint64_t hashes[AHEAD];
     for (int64_t i = 0; i < path->n; i++) {
         const int32_t *tokens = path->tokens + i * view->block_size;
+        const int64_t left = path->n - i;
         uint64_t word;
-        wanted.hash = pp_hash_block(wanted.hash, tokens, view->block_size);
-        const int32_t b = find(view, &wanted, tokens, &word);
-        if (b < 0) return i;
+        if (i % AHEAD == 0) prefetch(view, wanted.hash, tokens, left < AHEAD ? left : AHEAD, hashes);
+        wanted.hash = hashes[i % AHEAD];
+        const int32_t b = find(view, &wanted, &word);
+        if (b < 0 || (counts && (counts[b] == INT32_MAX || !adopt(view, b, word)))) return i;
+        if (!is_node(view, b, &wanted, tokens)) {
+            if (counts && !counts[b]) pp_shared_drop(view, &b, 1);
+            return i;
+        }
         if (counts) {
-            const int is_first = counts[b] == 0;
-            if (counts[b] == INT32_MAX || !adopt(view, b, word)) return i;
-            if (!is_node(view, b, &wanted, tokens)) {
-                if (is_first) pp_shared_drop(view, &b, 1);
-                return i;
-            }
             __atomic_store_n(&counts[b], counts[b] + 1, __ATOMIC_RELEASE);
-            __atomic_store_n(&view->nodes[b].stamp, now, __ATOMIC_RELAXED);
+            WRITE(&view->nodes[b].stamp, now);
         }
         if (blocks) blocks[i] = b;
         wanted = next_key(&wanted, b, word);
@@ -197,7 +239,6 @@ static int release_block(pp_shared *view, int32_t b, int only_idle) {
 
 int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
                         int64_t *failed) {
-    const size_t row = (size_t)view->block_size * sizeof *path->tokens;
     key wanted = first_key(view, path);
     int64_t i = 0, fresh = 0;
     if (!begin(view)) return 0;
@@ -207,9 +248,9 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
         const int32_t *tokens = path->tokens + i * view->block_size;
         uint64_t word;
         wanted.hash = pp_hash_block(wanted.hash, tokens, view->block_size);
-        const int32_t known = is_known ? find(view, &wanted, tokens, &word) : -1;
-        if (known >= 0) {
-            __atomic_store_n(&view->nodes[known].stamp, now, __ATOMIC_RELAXED);
+        const int32_t known = is_known ? find(view, &wanted, &word) : -1;
+        if (known >= 0 && is_node(view, known, &wanted, tokens)) {
+            WRITE(&view->nodes[known].stamp, now);
             wanted = next_key(&wanted, known, word);
             continue;
         }
@@ -220,7 +261,7 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
                 const int is_held = b >= 0 && b < view->num_blocks && __atomic_load_n(&counts[b], __ATOMIC_ACQUIRE) > 0;
                 /* A node with the same tokens is one whose parent was evicted: it gets a new parent. */
                 if (!is_held || (LOAD(&view->words[b]) & PP_INDEX_BIT &&
-                                 memcmp(tokens_of(view, b), path->tokens + *failed * view->block_size, row))) {
+                                 !has_tokens(view, b, path->tokens + *failed * view->block_size))) {
                     end(view);
                     return -1;
                 }
@@ -229,22 +270,22 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
         const int32_t b = blocks[i];
         pp_index_node *node = &view->nodes[b];
         if (b >= limit) break;
-        if (LOAD(&view->words[b]) & PP_INDEX_BIT && memcmp(tokens_of(view, b), tokens, row)) break; /* given twice */
+        if (LOAD(&view->words[b]) & PP_INDEX_BIT && !has_tokens(view, b, tokens)) break; /* given twice */
         if (release_block(view, b, 0)) fresh--;
         STORE(&node->hash, wanted.hash);
         PP_STEP();
-        node->root[0] = wanted.root[0];
+        WRITE(&node->root[0], wanted.root[0]);
         PP_STEP();
-        node->root[1] = wanted.root[1];
+        WRITE(&node->root[1], wanted.root[1]);
         PP_STEP();
-        node->parent = wanted.parent;
+        WRITE(&node->parent, wanted.parent);
         PP_STEP();
-        node->generation = wanted.generation;
+        WRITE(&node->generation, wanted.generation);
         PP_STEP();
         node->depth = wanted.depth;
         PP_STEP();
-        __atomic_store_n(&node->stamp, now, __ATOMIC_RELAXED);
-        memcpy(tokens_of(view, b), tokens, row);
+        WRITE(&node->stamp, now);
+        write_tokens(view, b, tokens);
         PP_STEP();
         word = __atomic_fetch_or(&view->words[b], (uint64_t)PP_INDEX_BIT, __ATOMIC_ACQ_REL);
         PP_STEP();
@@ -271,7 +312,7 @@ static void list_victims(pp_shared *view) {
     if (!view->victims) return;
     for (int32_t b = 0; b < view->num_blocks; b++)
         if ((uint32_t)LOAD(&view->words[b]) == PP_INDEX_BIT)
-            view->victims[count++] = (pp_index_victim){view->nodes[b].stamp, b, view->nodes[b].depth};
+            view->victims[count++] = (pp_index_victim){READ(&view->nodes[b].stamp), b, view->nodes[b].depth};
     qsort(view->victims, (size_t)count, sizeof *view->victims, by_age);
     if (count > MOST_VICTIMS) {
         memmove(view->victims, view->victims + count - MOST_VICTIMS, MOST_VICTIMS * sizeof *view->victims);
@@ -292,7 +333,7 @@ int64_t pp_index_evict(pp_shared *view, int64_t n) {
             if (!view->num_victims) break;
         }
         const pp_index_victim victim = view->victims[--view->num_victims];
-        if (view->nodes[victim.block].stamp != victim.stamp || !release_block(view, victim.block, 1)) continue;
+        if (READ(&view->nodes[victim.block].stamp) != victim.stamp || !release_block(view, victim.block, 1)) continue;
         done += victim.block < limit;
         if (view->lock) pp_lock_acquire(view->lock);
         if (view->num_hints < view->num_blocks) view->hints[view->num_hints++] = victim.block;

@@ -8,10 +8,11 @@
  * A node is found if the root, the parent with its generation and all tokens are equal.  So when a parent is evicted
  * and its block used again, the nodes behind it are not found any more.  They are evicted in their turn.
  *
- * Readers take no lock.  A reader compares the node, adds its bit to the word by a compare-and-swap that requires bit
- * 30 and the generation that it has seen, and compares the node again: it is not written while bit 30 is set, and the
- * page is not written while two bits are set.  Steps are bounded and ids checked, so a reader that meets a writer can
- * miss a block, but never return a wrong one.
+ * Readers take no lock.  A reader finds a node by its hash, adds its bit to the word by a compare-and-swap that
+ * requires bit 30 and the generation that it has seen, and then compares the node: it is not written while bit 30 is
+ * set, and the page is not written while two bits are set.  Steps are bounded and ids checked, so a reader that meets a
+ * writer can miss a block, but never return a wrong one.  The word is written with release after the node and the page,
+ * and read with acquire before them.
  *
  * Writers hold the lock word, which has the number of their slot.  The sweep of a dead process frees its lock.  `dirty`
  * is still set then, and the next writer builds buckets from the nodes.
