@@ -161,12 +161,13 @@ def clang(session):
 
 
 def compile_c(session, sanitize, names):
-    """Compiles programs of tests/capi with the library of a sanitizer; returns their folder."""
+    """Compiles programs of tests with the library of a sanitizer; returns their folder."""
     place = folder(sanitize.replace(",", "-"))
 
     def compile_one(name):
-        command = [CC, *CFLAGS.split(), f"-fsanitize={sanitize}", f"tests/capi/{name}.c"]
-        return subprocess.run([*command, str(place / "clib/libpagepool.a"), "-lm", "-o", str(place / name)]).returncode
+        command = [CC, *CFLAGS.split(), f"-fsanitize={sanitize}", f"tests/{name}.c"]
+        target = str(place / Path(name).name)
+        return subprocess.run([*command, str(place / "clib/libpagepool.a"), "-lm", "-o", target]).returncode
 
     with ThreadPoolExecutor(2) as pool:
         if any(pool.map(compile_one, names)):
@@ -183,12 +184,10 @@ def without_random_addresses():
 @nox.session(name="san-c", python=False)
 def san_c(session):
     """The C programs under ASan, UBSan and TSan, on every instruction set."""
-    asan = compile_c(
-        session,
-        "address,undefined",
-        ["program", "variants", "quantised", "plans", "cascade", "prefill", "stress", "workspace"],
-    )
-    tsan = compile_c(session, "thread", ["stress", "quantised", "plans", "cascade", "prefill", "threads"])
+    names = ["program", "variants", "quantised", "plans", "cascade", "prefill", "stress", "workspace"]
+    asan = compile_c(session, "address,undefined", [*(f"capi/{name}" for name in names), "shared/race"])
+    names = ["stress", "quantised", "plans", "cascade", "prefill", "threads"]
+    tsan = compile_c(session, "thread", [*(f"capi/{name}" for name in names), "shared/race"])
     halt = {"UBSAN_OPTIONS": "halt_on_error=1"}
     said = subprocess.run([asan / "program"], capture_output=True, text=True, check=True, env={**os.environ, **halt})
     for isa in said.stdout.split()[2:]:
@@ -198,10 +197,12 @@ def san_c(session):
         for mode in ("none", "once", "twice"):
             session.run(str(asan / "plans"), "20", env={**on, "PAGEPOOL_PREFETCH": mode})
     session.run(str(asan / "stress"), "3", env=halt)
+    session.run(str(asan / "race"), "processes", "5", "1", env=halt)
     session.run(str(asan / "workspace"), env={**halt, "ASAN_OPTIONS": "allocator_may_return_null=1"})
     plain = without_random_addresses()
     for name, *arguments in (["stress", "2"], ["plans", "40"], ["cascade"], ["quantised", "8"], ["prefill", "4"]):
         session.run(*plain, str(tsan / name), *arguments)
+    session.run(*plain, str(tsan / "race"), "threads", "10", "1")
     session.run(*plain, str(tsan / "threads"), "40", env={"TSAN_OPTIONS": "die_after_fork=0"})
 
 

@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 static __thread uint64_t random_state = 1;
-static __thread uint32_t calm = 20; /* steps per yield, on average */
+static __thread uint32_t calm = 40; /* steps per yield, on average */
 static __thread long steps_left; /* until the process kills itself; 0: no limit */
 
 static uint32_t below(uint32_t n) { /* 0 to n - 1 */
@@ -55,7 +55,11 @@ static void release(void *base, size_t bytes) {
 #define pp_os_map_file map_file
 #define pp_os_hide_file hide_file
 #define pp_os_release release
-#include POOL_SOURCE /* shared/pool.c of csrc, or of a copy with a fault */
+#ifndef POOL_SOURCE
+#define POOL_SOURCE "shared/pool.c"
+#define INDEX_SOURCE "shared/index.c"
+#endif
+#include POOL_SOURCE /* of csrc, or of a copy with a fault */
 #undef LOAD
 #undef STORE
 #include INDEX_SOURCE
@@ -167,7 +171,7 @@ static void detach(pp_shared *view) {
 static void work(int fd, uint64_t seed, tally *seen) {
     int32_t counts[BLOCKS] = {0};
     random_state = seed;
-    calm = 5u << 2 * below(3);
+    calm = 5u << 3 * below(3);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     steps_left = below(2) ? 50 + below(30000) : 0;
     pp_shared *view = attach(fd);
@@ -234,7 +238,7 @@ static void *run_thread(void *argument) {
     thread *self = argument;
     int32_t counts[BLOCKS] = {0};
     random_state = self->seed;
-    calm = 5u << 2 * below(3);
+    calm = 5u << 3 * below(3);
     while (!__atomic_load_n(&is_over, __ATOMIC_RELAXED)) {
         pp_shared *view = attach(self->fd);
         for (uint32_t rounds = below(2000); rounds > 0; rounds--) serve(view, counts, self->seen);
