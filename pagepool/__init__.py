@@ -46,6 +46,7 @@ from pagepool.scheduling import (
 
 if TYPE_CHECKING:
     from pagepool.engine import Engine, Generation, SamplingParams
+    from pagepool.memory.budget import MemoryBudget
     from pagepool.prefix.store import PrefixStore
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "KvGroup",
     "KvLayout",
     "Mamba2SequenceState",
+    "MemoryBudget",
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
@@ -97,6 +99,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("Engine", "Generation", "SamplingParams"):  # an engine takes longer to import than all of the above
         return getattr(import_module("pagepool.engine"), name)
+    if name == "MemoryBudget":  # for shared pools alone
+        return import_module("pagepool.memory.budget").MemoryBudget
     if name == "PrefixStore":  # needs SQLite
         return import_module("pagepool.prefix.store").PrefixStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagepool.attention.cpu import cpu_info
-from pagepool.cli.usage import UsageError, between, file_name, pool_name, size_in_bytes
+from pagepool.cli.usage import UsageError, between, budget, file_name, pool_name, size_in_bytes
 from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
 from pagepool.errors import PoolError
 from pagepool.integrations.transformers.pretrained import DTYPES, ModelError, load_pretrained
+from pagepool.memory.budget import MemoryBudget
 from pagepool.prefix.fingerprint import weights_digest
 
 if TYPE_CHECKING:
@@ -79,6 +80,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="share the pool of this name with other servers of the model: they find each other's prefixes",
     )
+    add(
+        "--memory-budget",
+        type=budget,
+        metavar="NAME:BYTES",
+        help="limit for the --shared-pool of several models together, such as host:16G; idle pages move between them",
+    )
     add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="maximum size of --store for a model, such as 20G")
 
 
@@ -132,6 +139,7 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             store_bytes=options.store_bytes,
             weights=weights,
             shared_pool=options.shared_pool,
+            memory_budget=None if options.memory_budget is None else MemoryBudget(*options.memory_budget),
         )
     except ModelError as error:
         raise UsageError(str(error)) from error
@@ -147,6 +155,8 @@ def weights_of(model: Path, options: argparse.Namespace) -> str | None:
     """
     has_session = getattr(options, "session", None) is not None
     is_shared = options.shared_pool is not None
+    if options.memory_budget is not None and not is_shared:
+        raise UsageError("--memory-budget needs --shared-pool")
     if is_shared and (options.store is not None or has_session):
         raise UsageError("--shared-pool cannot be used with --store or --session")
     if options.store is None and options.store_bytes is None and not has_session and not is_shared:
@@ -187,6 +197,9 @@ def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
         found.append(f"pool     {room} of {layout.block_size} tokens, {layout.dtype}")
         if pool.shared is not None:
             found.append(f"shared   {pool.shared!r}: {figures['processes']} processes")
+        if options.memory_budget is not None:
+            name, size = options.memory_budget
+            found.append(f"budget   {name!r}: {size / (1 << 20):,.1f} MiB, up to {pool.max_blocks:,} blocks")
     if runner.states is not None:
         found.append(f"states   {runner.states.stats()['capacity']:,} sequences")
     if engine.store is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from pagepool.memory.shared_files import path_of
 
-__all__ = ["UsageError", "between", "file_name", "pool_name", "size_in_bytes"]
+__all__ = ["UsageError", "between", "budget", "file_name", "pool_name", "size_in_bytes"]
 
 MAX_BYTES = 1 << 50
 
@@ -44,12 +44,22 @@ def file_name(text: str) -> str:
 
 
 def pool_name(text: str) -> str:
-    """Check the name of a shared pool."""
+    """Check the name of a shared pool or of a memory budget."""
     try:
         path_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def budget(text: str) -> tuple[str, int]:
+    """Parse the name and the number of bytes of a memory budget.
+
+    >>> budget("host:2G")
+    ('host', 2147483648)
+    """
+    name, _, size = text.rpartition(":")
+    return pool_name(name), size_in_bytes(size)
 
 
 def size_in_bytes(text: str) -> int:

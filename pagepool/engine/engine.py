@@ -27,6 +27,7 @@ from pagepool.engine.prompt_logprobs import PromptLogprobs
 from pagepool.engine.sampling import Sampler, sampling_defaults_of
 from pagepool.engine.tokenizing import stop_token_ids_of
 from pagepool.errors import EngineClosed, RequestRejected
+from pagepool.memory.budget import MemoryBudget
 
 __all__ = ["Engine"]
 
@@ -90,6 +91,9 @@ class Engine(Intake):
     shared_pool : str or int, optional
         The name or memfd of a pool that engines of one model share, see `KvCachePool.from_layout`. Each engine finds
         the prefixes of all. It needs the same number of blocks in each engine, and cannot be used with a store.
+    memory_budget : MemoryBudget, optional
+        A limit in bytes for the shared pools of several models, for a `shared_pool` with a name. The pool grows and
+        shrinks within it, up to `num_blocks` or `pool_bytes`; by default it may have all of it.
 
     Attributes
     ----------
@@ -147,9 +151,12 @@ class Engine(Intake):
         store_bytes: int | None = None,
         weights: str | None = None,
         shared_pool: str | int | None = None,
+        memory_budget: MemoryBudget | None = None,
     ) -> None:
         if store is not None and (store_bytes is None or not prefix_cache):
             raise ValueError(f"a store needs store_bytes, not {store_bytes}, and a prefix cache")
+        if memory_budget is not None and shared_pool is None:
+            raise ValueError(f"memory_budget {memory_budget.name!r} needs a shared_pool with a name")
         config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
         self.runner = model
         if not hasattr(model, "run"):
@@ -159,7 +166,7 @@ class Engine(Intake):
             if config.block_size is not None:
                 options["block_size"] = config.block_size
             if shared_pool is not None:
-                options |= {"shared": shared_pool, "weights": weights}
+                options |= {"shared": shared_pool, "weights": weights, "budget": memory_budget}
             self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **options)
         super().__init__(
             tokenizer,

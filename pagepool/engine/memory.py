@@ -46,7 +46,7 @@ def pool_tokens(runner: Any) -> int | None:
     if not runner.pools:
         return None
     pool = runner.pools[0]
-    tokens: int = pool.allocator.capacity * pool.block_size // len(runner.pools)
+    tokens: int = pool.allocator.max_capacity * pool.block_size // len(runner.pools)
     return tokens
 
 

@@ -158,7 +158,7 @@ cdef class BlockAllocator:
     # free blocks stay empty, so that only calls that find them empty look here: num_freed = 0, taken = max_capacity.
     # ref_counts are the references of this process.
     cdef pp_shared *shared
-    cdef object shared_pages
+    cdef readonly object shared_pages
     cdef bint checked  # fill pages of freed blocks with NaN: set by a pool in checked mode, see KvCachePool
     cdef Link head  # of the list of sequences
     cdef Py_ssize_t num_sequences

@@ -7,6 +7,7 @@ from typing_extensions import CapsuleType, Self
 
 from pagepool.config import KvLayout
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.budget import MemoryBudget
 
 __all__ = ["KvCachePool"]
 
@@ -30,6 +31,7 @@ class KvCachePool:
         *,
         shared: str | int | None = None,
         fingerprint: str | bytes = "",
+        budget: MemoryBudget | None = None,
     ) -> KvCachePool: ...
     def append(self, layer: SupportsIndex, slot_mapping: Any, k: Any, v: Any = None) -> None: ...
     def gather(

@@ -52,7 +52,7 @@ import numpy as np
 from pagepool.config import KvLayout
 from pagepool.errors import InvalidBlock, refuse_copy
 from pagepool.memory.dlpack import BFloat16Bits
-from pagepool._arguments import dtype_name, integer
+from pagepool._arguments import dtype_name, integer, wrong
 from pagepool.memory.owners import warn_of
 from pagepool.memory.explain import invalid_slot, unwritable_slot
 from pagepool.memory.quantisation import read_channel_scale
@@ -184,7 +184,7 @@ cdef class KvCachePool:
 
     @staticmethod
     def from_layout(layout, num_blocks, allocator=None, max_blocks=None, k_channel_scale=None, checked=None, *,
-                    shared=None, fingerprint=""):
+                    shared=None, fingerprint="", budget=None):
         """Makes a pool of `num_blocks` pages, one for each block id; a `KvLayout` says what they hold.
 
         A pool with quantised elements, or keys and values of different dtypes, shows its pages as bytes (uint8).
@@ -211,15 +211,18 @@ cdef class KvCachePool:
         fingerprint : str or bytes
             What the keys and values of a shared pool depend on, up to 3,584 bytes: a digest of the weights, the
             parameters of RoPE and quantisation, the arithmetic. Processes with another one are refused.
+        budget : MemoryBudget or None
+            For a pool with a name: a limit in bytes for several pools together. `num_blocks` are allocated when the
+            pool is made. A `Scheduler` raises the number to at most `max_blocks`, within the budget.
 
         Raises
         ------
         ValueError
-            Also if a shared pool has another layout, number of blocks, scale or fingerprint. Names the first one.
+            Also if a shared pool has another layout, number of blocks, scale, fingerprint or budget. Names the first.
         PoolError
             The file is damaged, belongs to another user, or has 30 processes.
         OSError
-            /dev/shm has too little room (ENOSPC).
+            /dev/shm or the budget has too little room (ENOSPC).
 
         Examples
         --------
@@ -257,9 +260,15 @@ cdef class KvCachePool:
                 raise ValueError("a shared pool has an allocator of its own and cannot be checked")
             checked = False
             integer("num_blocks", most, 0, INT32_MAX)
-            pages = attach_shared(shared, &c_layout, scale, most, number, fingerprint)
-        elif fingerprint:
-            raise ValueError("fingerprint must be empty for a pool that is not shared")
+            if budget is not None:
+                from pagepool.memory.budget import MemoryBudget
+                if not isinstance(budget, MemoryBudget):
+                    raise wrong("budget", "a MemoryBudget or None", budget)
+                if not isinstance(shared, str):
+                    raise ValueError(f"a pool with a memory budget must have a name, not {shared!r}")
+            pages = attach_shared(shared, &c_layout, scale, most, number, fingerprint, budget)
+        elif fingerprint or budget is not None:
+            raise ValueError("a pool that is not shared can have no fingerprint and no budget")
         if allocator is None:
             allocator = BlockAllocator(most if shared is not None else num_blocks, max_blocks)
         own_pages = most if pages is None else 0

@@ -18,6 +18,7 @@ __all__ = [
     "differing",
     "open_memfd",
     "open_named",
+    "open_private",
     "path_of",
     "publish",
     "read_fingerprint",
@@ -30,23 +31,27 @@ MOST_FINGERPRINT = 3584  # bytes; PP_SHARED_FINGERPRINT of csrc/shared/pool.h
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def path_of(name: str) -> Path:
+def path_of(name: str, kind: str = "shared pool", prefix: str = PREFIX) -> Path:
     """Return the path of the named pool. Raises `ValueError` for a name that is not 1 to 100 letters, digits, `._-`.
 
     >>> path_of("llama")
     PosixPath('/dev/shm/pagepool-llama')
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"the name of a shared pool must have 1 to 100 letters, digits or ._-, not {name!r}")
-    return FOLDER / f"{PREFIX}{name}"
+        raise ValueError(f"the name of a {kind} must have 1 to 100 letters, digits or ._-, not {name!r}")
+    return FOLDER / f"{prefix}{name}"
 
 
 def open_named(name: str) -> int | None:
-    """Return a descriptor of the named pool, or None if there is no such file.
+    """Return a descriptor of the named pool, or None if there is no such file. Raises as `open_private`."""
+    return open_private(path_of(name))
+
+
+def open_private(path: Path) -> int | None:
+    """Return a descriptor of a file, or None if there is no such file.
 
     Raises `PoolError` if the file is not a regular file of this user that no other user can open.
     """
-    path = path_of(name)
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -67,11 +72,11 @@ def unnamed_file() -> int:
     return os.open(FOLDER, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
-def publish(fd: int, name: str) -> bool:
+def publish(fd: int, path: Path) -> bool:
     """Give a file its name; return False if another process was faster."""
     try:
         # With a src_dir_fd the system call follows the link, which leads to the file without a name.
-        os.link(f"/proc/self/fd/{fd}", path_of(name), src_dir_fd=fd, follow_symlinks=True)
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except FileExistsError:
         return False
     return True

@@ -6,6 +6,7 @@ from pagepool.csrc cimport pp_kv_layout, pp_lock, pp_status
 
 cdef extern from "shared/pool.h" nogil:
     enum:
+        PP_SHARED_BUDGET
         PP_SHARED_FINGERPRINT
         PP_SHARED_PROCESSES
 
@@ -18,6 +19,7 @@ cdef extern from "shared/pool.h" nogil:
         uint8_t channel_scale[16]
         int32_t fingerprint_bytes
         char fingerprint[1]
+        char budget[1]
 
     ctypedef struct pp_shared_view "pp_shared":
         unsigned char *base
@@ -31,6 +33,9 @@ cdef extern from "shared/pool.h" nogil:
 
     int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed)
     int pp_shared_read(int fd, pp_shared_shape *shape)
+    int pp_shared_read_cost(int fd, char *budget, int64_t *bytes)
+    size_t pp_shared_bytes(int64_t num_blocks, const pp_kv_layout *layout)
+    int64_t pp_shared_cost(int64_t num_blocks, const pp_kv_layout *layout, int64_t limit)
     int pp_shared_open(pp_shared_view *view, int fd, const pp_shared_shape *shape)
     void pp_shared_leave(pp_shared_view *view)
     void pp_shared_close(pp_shared_view *view)
@@ -49,6 +54,7 @@ cdef extern from "shared/pool.h" nogil:
 
 cdef extern from "shared/index.h" nogil:
     int pp_index_set_limit(pp_shared_view *view, int64_t limit)
+    int64_t pp_index_limit_without(const pp_shared_view *view, int64_t bytes)
 
 
 cdef class SharedPages:
@@ -56,6 +62,7 @@ cdef class SharedPages:
     cdef readonly object shared  # the name, or the descriptor that was given
     cdef readonly long pid  # of the process that attached
     cdef bint is_closed
+    cdef readonly object budget  # a MemoryBudget or None
 
     cdef int attach(self, object shared, const pp_shared_shape *shape, int64_t limit) except -1
     # Checks the file, and attaches; on success the view owns `fd`.
@@ -66,6 +73,9 @@ cdef class SharedPages:
     # The lock is the allocator's. After `close` the view is stale, and the process holds no block.
     cdef void close(self, pp_lock *lock) noexcept
     cdef int set_limit(self, int32_t limit) except -1
+    cdef int apply_limit(self, int32_t limit) except -1
+    # The highest limit up to `wanted` that the budget has room for. Requires the lock of the budget.
+    cdef int64_t reach(self, int64_t wanted, bint takes) except -1
     # Bytes of memory that the file has.
     cdef int64_t allocated(self) except -1
     # Frees the blocks of dead processes; returns the number of these processes.
@@ -75,5 +85,5 @@ cdef class SharedPages:
 # Attaches to a pool of this shape, or makes one.
 cdef SharedPages attach_shared(
     object shared, const pp_kv_layout *layout, object channel_scale, int64_t num_blocks, int64_t limit,
-    object fingerprint
+    object fingerprint, object budget
 )

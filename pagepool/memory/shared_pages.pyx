@@ -2,9 +2,9 @@
 
 cimport cython
 from libc.errno cimport errno
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcmp, memcpy, memset, strcmp
 
 from pagepool.csrc cimport pp_kv_layout, pp_lock, pp_lock_acquire, pp_lock_release
 from pagepool.memory.token_rows cimport NAMES
@@ -20,7 +20,11 @@ cdef extern from "errno.h" nogil:
     enum:
         EBADMSG
         EEXIST
+        ENOSPC
         EUSERS
+
+
+cdef int64_t GRAIN = 2 << 20  # bytes of a huge page: a pool may have memory in these
 
 
 cdef list numbers_of(const pp_kv_layout *layout):
@@ -45,6 +49,37 @@ cdef tuple order_of(const pp_kv_layout *layout):
     )
 
 
+cdef int64_t round_up(int64_t num_bytes) noexcept:
+    return (num_bytes + GRAIN - 1) // GRAIN * GRAIN
+
+
+def cost_of(int fd):
+    """Returns the name of the memory budget of a file, "" without one, and how many bytes the file takes of it."""
+    cdef char[PP_SHARED_BUDGET] budget
+    cdef int64_t num_bytes = 0
+    cdef int error = pp_shared_read_cost(fd, budget, &num_bytes)
+    if error:
+        raise OSError(error, f"cannot read the file of a shared pool: {os.strerror(error)}")
+    return (<bytes>budget).decode(errors="replace"), num_bytes
+
+
+def reclaim(int fd, int64_t num_bytes):
+    """Lowers the limit of a pool to free `num_bytes` of idle blocks, or all if they have fewer. Closes `fd`.
+
+    Evicts cached blocks that no process holds. Does nothing if the pool is damaged or has 30 processes.
+    """
+    cdef SharedPages pages = SharedPages.__new__(SharedPages)
+    cdef pp_shared_shape shape
+    cdef int64_t limit
+    if pp_shared_read(fd, &shape) or pp_shared_open(&pages.view, fd, &shape):
+        os.close(fd)
+        return
+    if num_bytes > 0:
+        with nogil:
+            limit = pp_index_limit_without(&pages.view, num_bytes)
+            pp_index_set_limit(&pages.view, limit)
+
+
 @cython.final
 @cython.no_gc
 @cython.auto_pickle(False)
@@ -62,6 +97,54 @@ cdef class SharedPages:
         pp_shared_close(&self.view)
 
     cdef int set_limit(self, int32_t limit) except -1:
+        cdef int64_t reached
+        if self.budget is None or limit <= pp_shared_limit(&self.view):
+            return self.apply_limit(limit)
+        with self.budget._lock() as has_it:
+            if not has_it:
+                raise self.budget._refuse_wait()
+            reached = self.reach(limit, True)
+            if reached < limit:
+                raise OSError(
+                    ENOSPC,
+                    f"{limit} blocks of the shared pool {self.shared!r}: the memory budget {self.budget.name!r} of "
+                    f"{self.budget.bytes} bytes has room for {reached}",
+                )
+            return self.apply_limit(limit)
+
+    def extend(self, n, takes):
+        """Raises the limit by `n` blocks or more, or by fewer if the budget is full; returns by how many.
+
+        With `takes`, takes idle blocks of other pools if the budget has too little left. A file system without memory
+        and a lock that another process keeps are as a budget without room.
+        """
+        cdef int64_t limit, wanted, reached = 0, size = self.view.block_bytes
+        if self.budget is None:
+            return 0
+        limit = self.view.num_blocks
+        with self.budget._lock(self.budget.MOMENT) as has_it:
+            if has_it:
+                limit = pp_shared_limit(&self.view)
+                wanted = max(n * size, self.budget._least)
+                reached = self.reach(limit + (wanted + size - 1) // size, takes)
+            if reached > limit:
+                try:
+                    self.apply_limit(reached)
+                except OSError:
+                    reached = 0
+        return max(0, reached - limit)
+
+    cdef int64_t reach(self, int64_t wanted, bint takes) except -1:
+        cdef int64_t size = self.view.block_bytes, missing, room, limit
+        if pp_shared_is_stale(&self.view):
+            raise self.stale()
+        wanted = min(wanted, self.view.num_blocks)
+        missing = round_up(wanted * size) - round_up(pp_shared_limit(&self.view) * size)
+        room = self.budget._room(missing, takes, self.view.fd)
+        limit = pp_shared_limit(&self.view)  # at most the one that `_room` has counted: `shrink` needs no lock
+        return limit if os.fstat(self.view.fd).st_nlink == 0 else min(wanted, (round_up(limit * size) + room) // size)
+
+    cdef int apply_limit(self, int32_t limit) except -1:
         cdef int error
         from pagepool.memory import shared_files as files
         more = (limit - pp_shared_limit(&self.view)) * self.view.block_bytes
@@ -112,7 +195,12 @@ cdef class SharedPages:
         while True:
             opened = files.open_named(shared) if is_named else files.open_memfd(shared)
             is_new = opened is None
-            fd = files.unnamed_file() if is_new else opened
+            if not is_new:
+                fd = opened
+            elif self.budget is None:
+                fd = files.unnamed_file()
+            else:
+                fd = self.budget._new_file(pp_shared_cost(shape.num_blocks, &shape.layout, limit), shared)
             try:
                 if is_new or not is_named:
                     size = limit * shape.layout.block_bytes
@@ -124,7 +212,8 @@ cdef class SharedPages:
                         raise OSError(error, f"no room for {size} bytes of the shared pool {shared!r}: {reason}")
                     if not is_named and not error:
                         os.close(files.open_memfd(fd))  # seals it
-                    if is_new and not files.publish(fd, shared):
+                    publish = files.publish if self.budget is None else self.budget._publish
+                    if is_new and not publish(fd, files.path_of(shared)):
                         os.close(fd)
                         continue
                 self.open(fd, shape)
@@ -174,12 +263,15 @@ cdef class SharedPages:
         if known != given:
             name, there, here = files.differing(known, given)
             raise ValueError(f"{which} has {name} {there!r}, not {here!r}")
+        if strcmp(found.budget, shape.budget) != 0:
+            names = [(<bytes>budget).decode(errors="replace") or None for budget in (found.budget, shape.budget)]
+            raise ValueError(f"{which} has memory budget {names[0]!r}, not {names[1]!r}")
         return 0
 
 
 cdef SharedPages attach_shared(
     object shared, const pp_kv_layout *layout, object channel_scale, int64_t num_blocks, int64_t limit,
-    object fingerprint
+    object fingerprint, object budget
 ):
     cdef pp_shared_shape *shape
     cdef SharedPages pages = SharedPages.__new__(SharedPages)
@@ -188,6 +280,9 @@ cdef SharedPages attach_shared(
     from pagepool.memory import shared_files as files  # here: JSON and paths, which only shared pools need
     text = files.read_fingerprint(fingerprint)
     assert files.MOST_FINGERPRINT == PP_SHARED_FINGERPRINT
+    pages.budget = budget
+    name = b"" if budget is None else budget.name.encode()
+    assert len(name) < PP_SHARED_BUDGET
     shape = <pp_shared_shape *>malloc(sizeof(pp_shared_shape))
     if shape == NULL:
         raise MemoryError("no memory for the header of a shared pool")
@@ -201,7 +296,19 @@ cdef SharedPages attach_shared(
             memcpy(shape.channel_scale, <const char *>digest, sizeof(shape.channel_scale))
         shape.fingerprint_bytes = len(text)
         memcpy(shape.fingerprint, <const char *>text, len(text))
-        pages.attach(shared, shape, limit)
+        memcpy(shape.budget, <const char *>name, len(name))
+        if budget is None:
+            pages.attach(shared, shape, limit)
+            return pages
+        cost = pp_shared_cost(num_blocks, layout, num_blocks) if pp_shared_bytes(num_blocks, layout) else INT64_MAX
+        if cost > budget.bytes:
+            raise ValueError(
+                f"{num_blocks} blocks need {cost} bytes, the memory budget {budget.name!r} has {budget.bytes}"
+            )
+        with budget._lock() as has_it:
+            if not has_it:
+                raise budget._refuse_wait()
+            pages.attach(shared, shape, limit)
     finally:
         free(shape)
     return pages

@@ -164,7 +164,7 @@ class Admission:
             # If nothing else runs, room for the first chunk is enough: a request as large as the pool must start.
             end = seq.fed + min(seq.total_tokens - seq.fed, config.max_prefill_tokens, config.max_batch_tokens)
             wanted = blocks.blocks_for(end) - held
-            return blocks.available() >= wanted or self.preemption.make_room_for(seq, wanted, now)
+            return blocks.can_take(wanted) or self.preemption.make_room_for(seq, wanted, now)
         if config.admission == "whole" and active.reserved + blocks.blocks_for(seq.max_tokens) > blocks.capacity:
             return False
         # The whole prompt must fit, and the remaining blocks of the admitted prompts. A check of the first chunk alone
@@ -172,4 +172,4 @@ class Admission:
         wanted = blocks.blocks_for(seq.total_tokens) - held
         if seq.state is SeqState.PREEMPTED:
             wanted += SPARE_BLOCKS * len(active)
-        return blocks.available() - active.promised - wanted >= int(blocks.capacity * config.watermark)
+        return blocks.can_take(active.promised + wanted + int(blocks.capacity * config.watermark))

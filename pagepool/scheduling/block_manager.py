@@ -111,6 +111,11 @@ class BlockManager:
         available: int = self.allocator.available
         return available if self.cache is None else available + self.cache.evictable
 
+    def can_take(self, n: int) -> bool:
+        """Return true if `n` blocks are available. A pool with a memory budget grows if they are not."""
+        missing = n - self.available()
+        return missing <= 0 or (self._extend(missing, takes=True) and self.available() >= n)
+
     def open(self, seq: Sequence) -> None:
         """Give `seq` an empty state with room for its `max_tokens`."""
         if self.has_states:
@@ -136,17 +141,21 @@ class BlockManager:
     def append(self, states: list[Any], counts: list[int]) -> bool:
         """Append `counts[i]` tokens to `states[i]`, all or nothing. Evicts cached blocks if needed.
 
-        Returns False if the pool has too few blocks.
+        A pool with a memory budget first takes what is left of the budget, then its own cached blocks, then idle blocks
+        of other pools. Returns False if the pool has too few blocks.
         """
         while self.has_states:
             try:
                 self._append_batch(states, counts)
             except PoolExhausted:
                 needed = sum(map(self.needed, states, counts))
-                # Evict at least one block: `needed` does not count copies of shared blocks.
-                evicted = 0 if self.cache is None else self.cache.evict(max(1, needed - self.allocator.available))
+                # At least one block: `needed` does not count copies of shared blocks.
+                missing = max(1, needed - self.allocator.available)
+                if self._extend(missing, takes=False):
+                    continue
+                evicted = 0 if self.cache is None else self.cache.evict(missing)
                 self.evicted += evicted
-                if not evicted:
+                if not evicted and not self._extend(missing, takes=True):
                     return False
             else:
                 self.num_tokens += sum(counts)
@@ -191,6 +200,10 @@ class BlockManager:
         if self.num_tokens != sum([state.len for state in states]):
             return f"sequences have {sum([state.len for state in states])} tokens in blocks, not {self.num_tokens}"
         return None
+
+    def _extend(self, missing: int, takes: bool) -> bool:
+        pages = None if self.allocator is None else self.allocator.shared_pages
+        return pages is not None and pages.extend(missing, takes) > 0
 
     def _append_batch(self, states: list[Any], counts: list[int]) -> None:
         append_batch(states, counts)

@@ -361,15 +361,26 @@ int pp_index_set_limit(pp_shared *view, int64_t limit) {
     if (view->lock) pp_lock_acquire(view->lock);
     const int error = pp_shared_set_limit(view, limit);
     if (view->lock) pp_lock_release(view->lock);
-    if (error) return error;
-    if (!begin(view)) return ESTALE;
-    for (int64_t b = pp_shared_limit(view); b < view->num_blocks; b++) count += release_block(view, (int32_t)b, 0);
-    __atomic_fetch_add(&view->header->evicted, (uint64_t)count, __ATOMIC_RELAXED);
-    end(view);
+    if (!error) {
+        if (!begin(view)) return ESTALE;
+        for (int64_t b = pp_shared_limit(view); b < view->num_blocks; b++) count += release_block(view, (int32_t)b, 0);
+        __atomic_fetch_add(&view->header->evicted, (uint64_t)count, __ATOMIC_RELAXED);
+        end(view);
+    }
     if (view->lock) pp_lock_acquire(view->lock);
-    pp_shared_return_memory(view, 0, view->num_blocks, 1);
+    pp_shared_return_memory(view, 0, view->num_blocks, 1); /* also what a failed call has allocated */
     if (view->lock) pp_lock_release(view->lock);
-    return 0;
+    return error;
+}
+
+int64_t pp_index_limit_without(const pp_shared *view, int64_t bytes) {
+    int64_t limit = pp_shared_limit(view);
+    for (int64_t b = limit - 1; b >= 0 && bytes > 0; b--) {
+        if ((uint32_t)__atomic_load_n(&view->words[b], __ATOMIC_RELAXED) & ~PP_INDEX_BIT) continue;
+        bytes -= view->block_bytes;
+        limit = b;
+    }
+    return limit;
 }
 
 int64_t pp_index_count(const pp_shared *view, int only_idle) {

@@ -59,6 +59,10 @@ int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n);
  * processes may call it at the same time; after a call that was killed, a call with the same limit does the rest. */
 int pp_index_set_limit(pp_shared *view, int64_t limit);
 
+/* The highest limit above which blocks that no process holds have `bytes` bytes.  If they have fewer, the lowest one of
+ * these blocks, or the limit if there is none. */
+int64_t pp_index_limit_without(const pp_shared *view, int64_t bytes);
+
 /* The first equation that does not hold, or NULL. */
 const char *pp_index_audit(pp_shared *view);
 

@@ -50,6 +50,11 @@ size_t pp_shared_bytes(int64_t num_blocks, const pp_kv_layout *layout) {
     return round_up(parts_of(num_blocks, layout->block_size).pages + (size_t)(num_blocks * bytes), PP_OS_HUGE_PAGE);
 }
 
+int64_t pp_shared_cost(int64_t num_blocks, const pp_kv_layout *layout, int64_t limit) {
+    const size_t bytes = parts_of(num_blocks, layout->block_size).pages + (size_t)(limit * layout->block_bytes);
+    return (int64_t)round_up(bytes, PP_OS_HUGE_PAGE);
+}
+
 /* The magic is written last: if a file has no magic, its creator has died, and the file is made again. */
 static int fill_file(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed) {
     pp_shared_header header = {0};
@@ -88,8 +93,25 @@ int pp_shared_read(int fd, pp_shared_shape *shape) {
     if (size != (ssize_t)sizeof *shape || memcmp(shape->magic, PP_SHARED_MAGIC, sizeof shape->magic)) return EBADMSG;
     if (shape->byte_order != BYTE_ORDER_MARK || shape->version != PP_SHARED_VERSION) return EBADMSG;
     if (shape->fingerprint_bytes < 0 || shape->fingerprint_bytes > PP_SHARED_FINGERPRINT) return EBADMSG;
+    if (!memchr(shape->budget, 0, sizeof shape->budget)) return EBADMSG;
     const size_t bytes = pp_shared_bytes(shape->num_blocks, &shape->layout);
     return bytes && (size_t)status.st_size == bytes ? 0 : EBADMSG;
+}
+
+int pp_shared_read_cost(int fd, char *budget, int64_t *bytes) {
+    pp_shared_shape shape;
+    struct stat status;
+    int64_t limit = 0;
+    const int error = pp_shared_read(fd, &shape);
+    if (error && error != EBADMSG) return error;
+    if (fstat(fd, &status)) return errno;
+    *bytes = (int64_t)status.st_blocks * 512;
+    memcpy(budget, error ? "" : shape.budget, error ? 1 : sizeof shape.budget);
+    if (error || pread(fd, &limit, sizeof limit, offsetof(pp_shared_header, limit)) != (ssize_t)sizeof limit) return 0;
+    if (limit < 0 || limit > shape.num_blocks) return 0;
+    const int64_t cost = pp_shared_cost(shape.num_blocks, &shape.layout, limit);
+    if (cost > *bytes) *bytes = cost;
+    return 0;
 }
 
 /* Views of this process, for fork.  The lock of the list is taken before any other lock. */
@@ -392,7 +414,8 @@ static void punch_free_blocks(pp_shared *view, int64_t begin, int64_t end) {
         while (b < end && claim(view, b)) b++;
         if (b == first) continue;
         const int64_t from = (offset + first * view->block_bytes + page - 1) / page * page;
-        const int64_t to = (offset + b * view->block_bytes) / page * page;
+        const int64_t last = b == view->num_blocks ? page - 1 : 0; /* no block follows in its page */
+        const int64_t to = (offset + b * view->block_bytes + last) / page * page;
         if (to > from) pp_os_punch_file(view->fd, from, to - from);
         for (int64_t i = first; i < b; i++) {
             __atomic_fetch_and(&view->words[i], ~view->bit, __ATOMIC_ACQ_REL);

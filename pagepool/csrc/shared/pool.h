@@ -36,6 +36,7 @@
 #define PP_SHARED_VERSION 1          /* of the file and of the page layout */
 #define PP_SHARED_PROCESSES 30
 #define PP_SHARED_FINGERPRINT 3584   /* most bytes of a fingerprint */
+#define PP_SHARED_BUDGET 104         /* bytes for the name of a memory budget, with the final 0 */
 
 /* A program that tests recovery defines PP_STEP to kill the process between two stores to shared memory. */
 #ifndef PP_STEP
@@ -52,6 +53,7 @@ typedef struct pp_shared_shape {
     uint8_t channel_scale[16]; /* digest of k_channel_scale; zeros without it */
     int32_t fingerprint_bytes;
     char fingerprint[PP_SHARED_FINGERPRINT];
+    char budget[PP_SHARED_BUDGET]; /* the memory budget that the file belongs to, or "" */
 } pp_shared_shape;
 
 typedef struct pp_shared_slot {
@@ -138,6 +140,9 @@ typedef struct pp_shared {
 /* Bytes of the file; 0 if no file can have that many. */
 size_t pp_shared_bytes(int64_t num_blocks, const pp_kv_layout *layout);
 
+/* The most memory of a file in which no process holds a block at or above `limit`, in whole huge pages. */
+int64_t pp_shared_cost(int64_t num_blocks, const pp_kv_layout *layout, int64_t limit);
+
 /* Functions that return int return 0 or an errno. */
 
 /* Makes a pool in an empty file, with memory for the first `limit` blocks.  EEXIST: the file has a pool.  ENOSPC: the
@@ -146,6 +151,10 @@ int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64
 
 /* Reads the shape of a pool.  EBADMSG: the file is not a pool of this version, or its sizes disagree. */
 int pp_shared_read(int fd, pp_shared_shape *shape);
+
+/* Reads the name of the memory budget of a file and how many bytes the file takes of it: its memory or its
+ * pp_shared_cost, whichever is more.  The name is "" if the file is not a pool. */
+int pp_shared_read_cost(int fd, char *budget, int64_t *bytes);
 
 /* Attaches: maps the file, takes a slot and sweeps dead processes.  The shape must be one that pp_shared_read returned.
  * On success `view` owns fd.  EUSERS: all slots are in use. */

@@ -12,6 +12,7 @@ from pagepool.integrations.transformers.layout import ModelLayout
 from pagepool.integrations.transformers.step import Tables
 from pagepool.memory.block_table import PagedSeqState
 from pagepool.memory.block_tables import BlockTables
+from pagepool.memory.budget import MemoryBudget
 from pagepool.memory.hybrid import HybridSequence, KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -66,6 +67,7 @@ class ModelMemory:
         arithmetic: str = "exact",
         shared: str | int | None = None,
         fingerprint: str = "",
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.arithmetic = arithmetic
         self._pools: list[KvCachePool] = []
@@ -75,7 +77,11 @@ class ModelMemory:
             raise ValueError(f"a shared pool needs one shape of keys and values; the model has {len(shapes)}, {states}")
         for kv in shapes:
             allocator = self._pools[0].allocator if self._pools else None
-            pool = KvCachePool.from_layout(kv, num_blocks, allocator, shared=shared, fingerprint=fingerprint)
+            if budget is None:
+                pool = KvCachePool.from_layout(kv, num_blocks, allocator, shared=shared, fingerprint=fingerprint)
+            else:  # the scheduler raises the number of blocks
+                options: dict[str, Any] = {"shared": shared, "fingerprint": fingerprint, "budget": budget}
+                pool = KvCachePool.from_layout(kv, 0, allocator, num_blocks, **options)
             self._pools.append(pool)
         self.pools = tuple(self._pools[group.pool] for group in layout.groups)
         groups = tuple(KvGroup(self.pools[0].allocator, block_size, group.window) for group in layout.groups)

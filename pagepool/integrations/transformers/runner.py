@@ -18,6 +18,7 @@ from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.storing import model_fingerprint, shared_fingerprint
 from pagepool.integrations.transformers.trial import pack_linears, try_out
 from pagepool.memory.allocator import BlockAllocator
+from pagepool.memory.budget import MemoryBudget
 from pagepool.memory.hybrid import KvGroup
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.ssm_pool import SsmStatePool
@@ -65,6 +66,8 @@ class ModelRunner:
     shared : str, int or None
         The name or memfd of a shared pool, as in `KvCachePool.from_layout`. The model must have keys and values of one
         shape and no recurrent states.
+    budget : MemoryBudget or None
+        A limit in bytes for the shared pools of several models. By default the pool may have all of it.
     weights : str or None
         A digest of the weights for the fingerprint of a shared pool, such as `weights_digest` returns. None: every
         weight is read.
@@ -132,6 +135,7 @@ class ModelRunner:
         arithmetic: str = "auto",
         shared: str | int | None = None,
         weights: str | None = None,
+        budget: MemoryBudget | None = None,
     ) -> None:
         if pack_weights not in (True, False, "only", "auto"):
             raise ValueError(f"pack_weights must be True, False, 'only' or 'auto', not {pack_weights!r}")
@@ -157,11 +161,15 @@ class ModelRunner:
             num_blocks = 0
         elif pool_bytes is not None:
             num_blocks = integer("pool_bytes", pool_bytes, block_bytes) // block_bytes
+        elif num_blocks is None and budget is not None:
+            num_blocks = budget.most_blocks(block_bytes, block_size)
         elif num_blocks is None:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
             num_blocks = max_sequences * len(layout.groups) * -(-length // block_size)
         text = "" if shared is None else shared_fingerprint(model, block_size, weights, self.arithmetic)
-        self._memory = ModelMemory(layout, num_blocks, dtype, block_size, max_sequences, self.arithmetic, shared, text)
+        self._memory = ModelMemory(
+            layout, num_blocks, dtype, block_size, max_sequences, self.arithmetic, shared, text, budget
+        )
         if pack_weights == "auto":
             pack_weights = "only" if model.dtype is torch.bfloat16 and packs(model.dtype) else False
         self._give_back_weights: Any = None
