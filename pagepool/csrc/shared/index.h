@@ -43,20 +43,21 @@ int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *coun
  * nothing if the view is stale. */
 
 /* Caches blocks of the calling process for the path; returns how many are new.  If the index has another block for the
- * same tokens, that one stays.  Stops at a new block that is at or above the limit.  Returns -1 if blocks[failed] is out of range, free, or cached for other tokens. */
+ * same tokens, that one stays.  Stops at a new block at or above the limit.  Returns -1 if blocks[failed] is out of
+ * range, free, or cached for other tokens. */
 int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
                         int64_t *failed);
 
-/* Evicts blocks that only the index holds, those that were found or cached the longest time ago first, until n of them
- * are below the limit.  Returns the number of these. */
+/* Evicts blocks that only the index holds, until n of them are below the limit.  Those that were found or cached the
+ * longest time ago go first.  Returns the number of evicted blocks below the limit. */
 int64_t pp_index_evict(pp_shared *view, int64_t n);
 
 /* Forgets blocks, in use or not; `blocks` NULL: all of them.  Returns how many were cached. */
 int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n);
 
-/* Sets the limit as pp_shared_set_limit does.  A lower one evicts all cached blocks at or above it and returns the memory
- * of those that no process holds.  The memory of the others is returned when the last process drops them.  Any number of
- * processes may call it at the same time; after a call that was killed, a call with the same limit does the rest. */
+/* Sets the limit as pp_shared_set_limit does.  A lower one evicts all cached blocks at or above it, and returns the
+ * memory of all blocks there that no process holds.  The memory of the others is returned when the last process drops
+ * them.  Several processes may call it at the same time.  If a call was killed, a second one does the rest. */
 int pp_index_set_limit(pp_shared *view, int64_t limit);
 
 /* The highest limit above which blocks that no process holds have `bytes` bytes.  If they have fewer, the lowest one of
@@ -66,7 +67,7 @@ int64_t pp_index_limit_without(const pp_shared *view, int64_t bytes);
 /* The first equation that does not hold, or NULL. */
 const char *pp_index_audit(pp_shared *view);
 
-/* Number of cached blocks; with `only_idle`, of those below the limit that only the index holds. */
+/* Number of cached blocks; with `only_idle`, only of those below the limit that no process holds. */
 int64_t pp_index_count(const pp_shared *view, int only_idle);
 
 #endif

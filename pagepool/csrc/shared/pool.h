@@ -181,8 +181,8 @@ static inline int pp_shared_is_held_elsewhere(const pp_shared *view, int32_t blo
     return ((uint32_t)__atomic_load_n(&view->words[block], __ATOMIC_ACQUIRE) & ~(uint32_t)view->bit) != 0;
 }
 
-/* Clears this process's bit of each block.  Its private count must be 0.  A block may be given twice.  Returns the memory
- * of blocks at or above the limit that are free then. */
+/* Clears this process's bit of each block.  Its private count must be 0.  A block may be given twice.  Also returns the
+ * memory of the blocks at or above the limit that are free then. */
 void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n);
 
 /* Sweeps every dead process; returns how many there were. */
@@ -199,8 +199,8 @@ int64_t pp_shared_limit(const pp_shared *view);
  * pp_index_set_limit. */
 int pp_shared_set_limit(pp_shared *view, int64_t limit);
 
-/* Returns the memory of free blocks from `begin` to `end` that are at or above the limit to the system, in runs that are
- * as long as possible.  Without `wait` it does nothing while another process changes the limit. */
+/* Returns to the system the memory of the free blocks from `begin` to `end` that are at or above the limit, in runs as
+ * long as possible.  Without `wait` it does nothing while another process changes the limit. */
 void pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int wait);
 
 /* Bytes of memory that the file has, or -1 with errno. */
