@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from pagepool._version import __version__
-from pagepool.cli import config, generate, record, replay, replay_options, serve
+from pagepool.cli import config, generate, pool, record, replay, replay_options, serve
 from pagepool.cli.output import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.cli.usage import UsageError
 from pagepool.errors import PoolError
@@ -70,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     generate.add_arguments(commands.add_parser("generate", help=summary, description=summary, allow_abbrev=False))
     summary = "Serve a model of transformers over pagepool's pages to OpenAI clients."
     serve.add_arguments(commands.add_parser("serve", help=summary, description=summary, allow_abbrev=False))
+    summary = "List, show, remove and limit the shared pools of this user."
+    pool.add_arguments(commands.add_parser("pool", help=summary, description=summary, allow_abbrev=False))
     summary = "Print the compiler flags for C and Cython programs that use pagepool."
     config.add_arguments(commands.add_parser("config", help=summary, description=summary, allow_abbrev=False))
     chosen, unknown = parser.parse_known_args(arguments)
@@ -105,6 +107,8 @@ def _run(chosen: argparse.Namespace) -> int:
             return generate.run(chosen)
         elif chosen.command == "serve":
             return serve.run(chosen)
+        elif chosen.command == "pool":
+            pool.run(chosen)
         elif chosen.command == "config":
             config.run(chosen)
         else:

@@ -140,7 +140,7 @@ def differing(known: bytes, given: bytes) -> tuple[str, Any, Any]:
     left, right = known.decode("utf-8", "backslashreplace"), given.decode("utf-8", "backslashreplace")
     try:
         ours, theirs = json.loads(left), json.loads(right)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, left, right
     while isinstance(ours, dict) and isinstance(theirs, dict):
         keys = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]

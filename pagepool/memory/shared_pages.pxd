@@ -21,6 +21,27 @@ cdef extern from "shared/pool.h" nogil:
         char fingerprint[1]
         char budget[1]
 
+    ctypedef struct pp_shared_slot:
+        uint64_t state
+        int64_t pid
+
+    ctypedef struct pp_shared_header:
+        pp_shared_shape shape
+        uint64_t inserted
+        uint64_t evicted
+        uint64_t forgotten
+        pp_shared_slot slots[1]
+
+    ctypedef struct pp_shared_census:
+        pp_shared_header header
+        int64_t limit
+        int64_t in_use
+        int64_t above_limit
+        int64_t cached
+        int64_t idle
+        int64_t held[1]
+        int is_live[1]
+
     ctypedef struct pp_shared_view "pp_shared":
         unsigned char *base
         unsigned char *pages
@@ -49,6 +70,7 @@ cdef extern from "shared/pool.h" nogil:
     int64_t pp_shared_count_in_use(const pp_shared_view *view)
     int64_t pp_shared_limit(const pp_shared_view *view)
     int64_t pp_shared_allocated(int fd)
+    int pp_shared_take_census(int fd, pp_shared_census *census)
     int pp_shared_processes(const pp_shared_view *view)
     const char *pp_shared_audit(const pp_shared_view *view, const int32_t *counts, int32_t *block)
 

@@ -14,7 +14,7 @@ import os
 from pagepool._arguments import wrong
 from pagepool.errors import PoolError, StaleHandle
 
-__all__ = []
+__all__ = ["change_limit", "read_pool"]
 
 cdef extern from "errno.h" nogil:
     enum:
@@ -234,7 +234,8 @@ cdef class SharedPages:
                 )
             if error:
                 raise OSError(error, f"cannot read the shared pool {self.shared!r}: {os.strerror(error)}")
-            self.compare(found, shape)
+            if shape != NULL:
+                self.compare(found, shape)
             error = pp_shared_open(&self.view, fd, found)
         finally:
             free(found)
@@ -312,3 +313,70 @@ cdef SharedPages attach_shared(
     finally:
         free(shape)
     return pages
+
+
+def read_pool(int fd):
+    """Returns a dict that describes the pool in a file, without attaching to it. Raises `OSError`.
+
+    EBADMSG: the file is not a pool of this version.
+    """
+    cdef pp_shared_census *census = <pp_shared_census *>malloc(sizeof(pp_shared_census))
+    cdef int error, i
+    cdef int64_t allocated
+    if census == NULL:
+        raise MemoryError("no memory for the header of a shared pool")
+    try:
+        with nogil:
+            error = pp_shared_take_census(fd, census)
+            allocated = pp_shared_allocated(fd)
+        if error:
+            raise OSError(error, os.strerror(error))
+        shape = &census.header.shape
+        return {
+            "layout": dict(numbers_of(&shape.layout)),
+            "fingerprint": (<const char *>shape.fingerprint)[: shape.fingerprint_bytes],
+            "max_blocks": shape.num_blocks,
+            "limit": census.limit,
+            "in_use": census.in_use,
+            "above_limit": census.above_limit,
+            "cached": census.cached,
+            "evictable": census.idle,
+            "allocated_bytes": allocated,
+            "inserted": census.header.inserted,
+            "evicted": census.header.evicted,
+            "cleared": census.header.forgotten,
+            "processes": [
+                {"pid": census.header.slots[i].pid, "alive": bool(census.is_live[i]), "blocks": census.held[i]}
+                for i in range(PP_SHARED_PROCESSES)
+                if census.header.slots[i].state
+            ],
+        }
+    finally:
+        free(census)
+
+
+def change_limit(str name, int32_t limit):
+    """Sets the limit of a named pool; takes a slot meanwhile. Raises `PoolError` and `OSError`.
+
+    The limit of a pool with a memory budget can only be lowered.
+    """
+    cdef SharedPages pages = SharedPages.__new__(SharedPages)
+    from pagepool.memory import shared_files as files
+    fd = files.open_named(name)
+    if fd is None:
+        raise PoolError(f"there is no shared pool {name!r}")
+    pages.shared = name
+    pages.pid = os.getpid()
+    try:
+        budget = cost_of(fd)[0]
+        pages.open(fd, NULL)
+    except BaseException:
+        os.close(fd)
+        raise
+    now = pp_shared_limit(&pages.view)
+    if budget and limit > now:
+        raise PoolError(
+            f"the shared pool {name!r} has the memory budget {budget!r} and grows by itself: its limit of {now} blocks "
+            f"can only be lowered, not raised to {limit}"
+        )
+    pages.apply_limit(limit)

@@ -40,9 +40,9 @@ def remove(name):
     os.unlink(f"/dev/shm/pagepool-{name}")
 
 
-def allocated(fd):
-    """Return the number of pages of 4,096 bytes that a file has in memory."""
-    return os.fstat(fd).st_blocks // 8
+def allocated(file):
+    """Return the number of pages of 4,096 bytes that a file, given by path or descriptor, has in memory."""
+    return os.stat(file).st_blocks // 8
 
 
 def in_child(function, *arguments):

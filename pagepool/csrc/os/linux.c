@@ -108,6 +108,11 @@ int pp_os_lock_byte(int fd, int64_t byte, int wait) { return change_lock(fd, byt
 
 void pp_os_unlock_byte(int fd, int64_t byte) { change_lock(fd, byte, F_UNLCK, 0); }
 
+int pp_os_is_byte_locked(int fd, int64_t byte) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
+    return !fcntl(fd, F_OFD_GETLK, &lock) && lock.l_type != F_UNLCK;
+}
+
 uint64_t pp_os_process_start(int64_t pid) {
     enum { STATE = 3, START = 22 }; /* numbers of fields in proc(5) */
     char path[48], text[1024];

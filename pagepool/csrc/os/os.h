@@ -45,6 +45,9 @@ int pp_os_reopen(int fd);
 int pp_os_lock_byte(int fd, int64_t byte, int wait);
 void pp_os_unlock_byte(int fd, int64_t byte);
 
+/* Whether another open file has a lock on the byte.  The descriptor may be read-only. */
+int pp_os_is_byte_locked(int fd, int64_t byte);
+
 /* When a process began, in units of the system's; 0 if it does not exist or has ended. */
 uint64_t pp_os_process_start(int64_t pid);
 

@@ -287,10 +287,11 @@ void pp_shared_free(pp_shared *view) {
     *view = (pp_shared){0};
 }
 
-int64_t pp_shared_limit(const pp_shared *view) {
-    const int64_t limit = LOAD(&view->header->limit);
-    return limit < 0 ? 0 : limit > view->num_blocks ? view->num_blocks : limit;
+static int64_t clamp_limit(int64_t limit, int64_t num_blocks) {
+    return limit < 0 ? 0 : limit > num_blocks ? num_blocks : limit;
 }
+
+int64_t pp_shared_limit(const pp_shared *view) { return clamp_limit(LOAD(&view->header->limit), view->num_blocks); }
 
 static int claim(pp_shared *view, int64_t b) {
     uint64_t word = LOAD(&view->words[b]);
@@ -450,6 +451,39 @@ int pp_shared_set_limit(pp_shared *view, int64_t limit) {
 int64_t pp_shared_allocated(int fd) {
     struct stat status;
     return fstat(fd, &status) ? -1 : (int64_t)status.st_blocks * 512;
+}
+
+static void count_holders(pp_shared_census *census, uint32_t holders) {
+    const uint32_t index = (uint32_t)1 << PP_SHARED_PROCESSES;
+    census->in_use += holders != 0;
+    census->cached += (holders & index) != 0;
+    census->idle += holders == index;
+    for (uint32_t left = holders & (index - 1); left; left &= left - 1) census->held[__builtin_ctz(left)]++;
+}
+
+int pp_shared_take_census(int fd, pp_shared_census *census) {
+    const size_t first = offsetof(pp_shared_header, limit), size = sizeof census->header - first;
+    uint64_t words[1024];
+    *census = (pp_shared_census){0};
+    const int error = pp_shared_read(fd, &census->header.shape);
+    if (error) return error;
+    const int64_t n = census->header.shape.num_blocks;
+    if (pread(fd, (char *)&census->header + first, size, (off_t)first) != (ssize_t)size) return EBADMSG;
+    census->limit = clamp_limit(census->header.limit, n);
+    for (int64_t b = 0; b < n;) {
+        const size_t wanted = n - b < 1024 ? (size_t)(n - b) * sizeof *words : sizeof words;
+        const ssize_t got = pread(fd, words, wanted, (off_t)(words_offset() + (size_t)b * sizeof *words));
+        if (got < (ssize_t)sizeof *words) return EBADMSG; /* another process has truncated the file */
+        for (size_t i = 0; i < (size_t)got / sizeof *words; i++, b++) {
+            count_holders(census, (uint32_t)words[i]);
+            census->above_limit += b >= census->limit && (uint32_t)words[i];
+        }
+    }
+    for (int i = 0; i < PP_SHARED_PROCESSES; i++) {
+        const pp_shared_slot *slot = &census->header.slots[i];
+        census->is_live[i] = slot->state != FREE && (pp_os_is_byte_locked(fd, i) || has_lost_its_lock(slot));
+    }
+    return 0;
 }
 
 int pp_shared_processes(const pp_shared *view) {

@@ -209,6 +209,22 @@ int64_t pp_shared_allocated(int fd);
 /* Number of processes that are attached. */
 int pp_shared_processes(const pp_shared *view);
 
+/* A pool as a process sees it that is not attached. */
+typedef struct pp_shared_census {
+    pp_shared_header header; /* a copy */
+    int64_t limit;
+    int64_t in_use;      /* blocks with any holder */
+    int64_t above_limit; /* of these, blocks at or above the limit */
+    int64_t cached;      /* blocks that the index holds */
+    int64_t idle;        /* blocks that only the index holds */
+    int64_t held[PP_SHARED_PROCESSES]; /* blocks that each process holds */
+    int is_live[PP_SHARED_PROCESSES];  /* 0: the slot is free, or its process has ended */
+} pp_shared_census;
+
+/* Reads the file of a pool.  Takes no slot and changes nothing.  Processes may use the pool meanwhile: the numbers can
+ * be of different moments.  EBADMSG: see pp_shared_read. */
+int pp_shared_take_census(int fd, pp_shared_census *census);
+
 /* The first equation that does not hold between words and this process's counts, or NULL; `block` gets the block. */
 const char *pp_shared_audit(const pp_shared *view, const int32_t *counts, int32_t *block);
 
