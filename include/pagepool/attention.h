@@ -82,9 +82,9 @@ extern "C" {
  * PP_EXACT: f32 products and sums of the stored values.  A head's error is below 1e-5 of its largest output if scores
  * stay below about 20.  Scores are f32, so the error grows with them.
  *
- * PP_BF16X2 and PP_ROUNDED_BF16 require bf16 pages.  Their products are those of AMX's TDPBF16PS.  A CPU without AMX
- * computes the same bits by vectors, no faster than PP_EXACT.  All other arithmetic is f32.  Products and their
- * sums treat subnormals as zeros.
+ * PP_BF16X2 and PP_ROUNDED_BF16 require bf16 or f16 pages; a number in f16 is the sum of two bf16 numbers.  Their
+ * products are those of AMX's TDPBF16PS.  A CPU without AMX computes the same bits by vectors, no faster than PP_EXACT.
+ * All other arithmetic is f32.  Products and their sums treat subnormals as zeros.
  *
  * PP_BF16X2: a softmax weight is the sum of two bf16 numbers.  A query element is one bf16 number (bf16), or the sum of
  * two (f16) or three (f32).  The error is below 1e-5 of a head's largest output on normally distributed numbers.  An

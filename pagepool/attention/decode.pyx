@@ -299,9 +299,10 @@ cdef class Arguments:
         if arithmetic == "exact":
             self.args.arithmetic = PP_EXACT
             return 0
-        for name in (self.pool.dtype, self.pool.v_dtype):
-            if name != "bfloat16":
-                raise ValueError(f"arithmetic {arithmetic!r} is for pages of bfloat16, and the pool has {name}")
+        names = {self.pool.dtype, self.pool.v_dtype}
+        if names not in ({"bfloat16"}, {"float16"}):
+            given = " and ".join(sorted(names))
+            raise ValueError(f"arithmetic {arithmetic!r} is for pages of bfloat16 or float16, and the pool has {given}")
         self.args.arithmetic = PP_ROUNDED_BF16 if arithmetic == "bf16" else PP_BF16X2
         return 0
 
@@ -513,10 +514,11 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
     return_block_scores : bool
         Also return the sum of a row's weights over the tokens of each block, for attention-based eviction.
     arithmetic : {"exact", "bf16x2", "bf16", "auto"}
-        "exact": float32 products and sums of the stored values. The next two are for bfloat16 pages. They compute
-        products like AMX; a CPU without AMX computes the same bits with vectors. "bf16x2": a weight is the sum of two
-        bfloat16 numbers, and q of one, two or three (bfloat16, float16, float32). "bf16": q and the weights are rounded
-        to bfloat16. "auto": "bf16x2" if the CPU has AMX, q has 16 bits and the pages are bfloat16, otherwise "exact".
+        "exact": float32 products and sums of the stored values. The next two are for bfloat16 and float16 pages. They
+        compute products like AMX; a CPU without AMX computes the same bits with vectors. "bf16x2": a weight is the sum
+        of two bfloat16 numbers, q of one, two or three (bfloat16, float16, float32), and K and V of one or two. "bf16":
+        q and the weights are rounded to bfloat16, K and V are not. "auto": "bf16x2" if the CPU has AMX, q has 16 bits
+        and the pages are bfloat16, otherwise "exact".
     cascade : bool
         Read chunks of 512 tokens that several sequences begin with (a system prompt, parallel samples) once for all of
         them. Changes no bit.

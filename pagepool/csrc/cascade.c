@@ -52,7 +52,7 @@ static void sort_by_ids(const pp_decode_plan *plan, int32_t *order, int32_t n) {
 }
 
 /* Cost of rows in hundredths of a multiply-add per element, for each product.  A row has two products in exact
- * arithmetic.  With tiles, it has one for each part of its query and of its weights. */
+ * arithmetic.  With tiles, it has one for each part of its query and of its weights with each part of K or V. */
 typedef struct row_costs {
     int64_t products, step_rows; /* rows of a panel are computed in full steps */
     int64_t alone, together;
@@ -66,7 +66,7 @@ static row_costs costs_of_rows(const pp_decode_args *args) {
     if (way_of(args) != PP_WAY_TILES) return (row_costs){2, kernels_of(args)->panel_rows, ALONE, IN_PANEL};
     const pp_tile_kernels *tiles = kernels_of(args)->tiles;
     const int parts = pp_query_parts(args->arithmetic, args->q_dtype) + pp_weight_parts(args->arithmetic);
-    return (row_costs){parts, tiles->step_rows, ALONE, tiles->part_cost};
+    return (row_costs){parts * pp_parts_of(args->pool->layout.dtype), tiles->step_rows, ALONE, tiles->part_cost};
 }
 
 /* Returns 1 if the rows of one sequence are a panel already: with tiles, from 16 rows on. */

@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include "page.h"
+
 pp_status pp_check_decode(const pp_decode_args *args) {
     if (!args->pool || (!args->pool->base && args->pool->num_blocks > 0)) return PP_INVALID_ARGUMENT;
     const pp_kv_layout *layout = &args->pool->layout;
@@ -14,7 +16,7 @@ pp_status pp_check_decode(const pp_decode_args *args) {
         !(scale <= 2e38f) || (cap != 0.0f && !(cap >= 1e-30f && cap <= 1e30f)) ||
         (args->num_seqs && (!args->seq_lens || (args->block_tables_width && !args->block_tables))) ||
         args->arithmetic < PP_EXACT || args->arithmetic > PP_BF16X2 ||
-        (args->arithmetic != PP_EXACT && (layout->dtype != PP_BF16 || layout->v_dtype != PP_BF16)) ||
+        (args->arithmetic != PP_EXACT && (pp_is_mixed(layout) || layout->dtype == PP_F32)) ||
         args->q_dtype < PP_F32 || args->q_dtype > PP_BF16 || args->out_dtype < PP_F32 || args->out_dtype > PP_BF16 ||
         (args->custom_mask && (!args->mask_indptr || !args->mask_widths)))
         return PP_INVALID_ARGUMENT;

@@ -197,12 +197,13 @@ typedef struct pp_tile_kernels {
     int32_t step_rows, part_cost;
 } pp_tile_kernels;
 
-/* Number of bf16 parts of a query in PP_WAY_TILES: in "bf16x2" enough to represent it, in "bf16" one. */
+/* Number of bf16 parts that add up to any number of a dtype: in PP_WAY_TILES the parts of K and V. */
 enum { PP_MOST_PARTS = 3 };
+static inline int pp_parts_of(int32_t dtype) { return dtype == PP_BF16 ? 1 : dtype == PP_F16 ? 2 : PP_MOST_PARTS; }
+/* Number of parts of a query: in "bf16x2" enough to represent it, in "bf16" one.  Then of a weight. */
 static inline int pp_query_parts(int32_t arithmetic, int32_t q_dtype) {
-    return arithmetic == PP_ROUNDED_BF16 || q_dtype == PP_BF16 ? 1 : q_dtype == PP_F16 ? 2 : PP_MOST_PARTS;
+    return arithmetic == PP_ROUNDED_BF16 ? 1 : pp_parts_of(q_dtype);
 }
-/* Number of bf16 parts of a weight. */
 static inline int pp_weight_parts(int32_t arithmetic) { return arithmetic == PP_ROUNDED_BF16 ? 1 : 2; }
 
 typedef struct pp_kernels {
@@ -210,8 +211,8 @@ typedef struct pp_kernels {
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
     void (*chunk_mixed)(const pp_chunk *); /* may be NULL */
     const pp_tile_kernels *tiles;
-    /* Reads K and V of one head of a bf16 chunk in the order of tiled pages.  Lists their groups: addresses in the
-     * pages, or copies in `groups`, which has tiled_bytes bytes. */
+    /* Reads K and V of one head of a chunk, in 16 bits, in the order of tiled pages.  Lists their groups: addresses in
+     * the pages, or copies in `groups`, which has tiled_bytes bytes. */
     int64_t (*tiled_bytes)(const pp_kv_layout *layout);
     void (*read_tiled)(const pp_chunk *chunk, int32_t head, unsigned char *groups, const unsigned char **k,
                        const unsigned char **v);

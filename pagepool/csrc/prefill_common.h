@@ -124,7 +124,7 @@ static int64_t tiled_bytes(const pp_kv_layout *layout) {
     return layout->tiled && !layout->v_in_k ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, 0);
 }
 
-/* Lists K and V of one head of the chunk's groups in the order of tiled pages, in 16 bit. */
+/* Lists K and V of one head of the chunk's groups in the order of tiled pages, in the 16 bits of the pages. */
 static void read_tiled(const pp_chunk *chunk, int32_t head, unsigned char *groups, const unsigned char **k,
                        const unsigned char **v) {
     const prefill_scratch scratch = {.groups = groups};

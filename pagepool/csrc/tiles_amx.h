@@ -1,8 +1,7 @@
 /* tiles_amx.h: arithmetic "bf16" and "bf16x2" by AMX.  After simd_tiles.h and tiles_panel.h.
  *
  * Squares of 32 x 32 numbers are four tiles, 0 to 3.  Tiles 4 and 5 hold rows, tiles 6 and 7 hold columns.  K is read
- * directly from the page: 32 dims of a group of a bf16 page are a tile.  V is copied into tiles, once per chunk for all
- * panels.
+ * directly from bf16 pages: 32 dims of a group are a tile.  V is copied into tiles, once per chunk for all panels.
  *
  * Tiles and vectors have separate execution units, which work in parallel only if their instructions are close
  * together.  Three jobs are therefore in progress, one in each stage.  After each step (4 products of tiles) follows an
@@ -16,9 +15,9 @@ enum { ITEM_TILES = 4, NUM_JOBS = 3 };
 
 /* K and V of one head of one chunk. */
 typedef struct amx_chunk {
-    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups of tiled pages; v until the next read */
-    unsigned char *v_tiles; /* [v_squares][tiles of tokens][2][1 KB] */
-    unsigned char *k_tail;  /* [groups][1 KB]: the last dims, if they are fewer than 32 */
+    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups as in list_groups; v until the next read */
+    unsigned char *v_tiles; /* [parts][v_squares][tiles of tokens][2][1 KB] */
+    unsigned char *k_tail;  /* [parts][groups][1 KB]: the last dims, if they are fewer than 32 */
     int not_finite;         /* V has a NaN or an infinity */
 } amx_chunk;
 
@@ -59,10 +58,11 @@ static int64_t lay_out_amx(const pp_kv_layout *layout, int q_parts, int32_t rows
     scratch->widened = carve(memory, &at, layout->head_dim * item);
     scratch->rows = carve(memory, &at, padded * pp_row_stride(layout) * item);
     scratch->running = carve(memory, &at, padded * (int64_t)sizeof(pp_running));
-    scratch->groups = carve(memory, &at, pp_kernels_get()->tiled_bytes(layout));
+    scratch->groups = carve(memory, &at, groups_bytes(layout));
     for (int i = 0; i < NUM_JOBS; i++) {
-        scratch->v[i] = carve(memory, &at, PP_CHUNK * v_dims * 2);
-        scratch->k_tail[i] = carve(memory, &at, layout->head_dim % 32 ? PP_CHUNK_GROUPS * TILE_BYTES : 0);
+        const int64_t tails = layout->head_dim % 32 ? PP_CHUNK_GROUPS * TILE_BYTES : 0;
+        scratch->v[i] = carve(memory, &at, pp_parts_of(layout->dtype) * PP_CHUNK * v_dims * 2);
+        scratch->k_tail[i] = carve(memory, &at, pp_parts_of(layout->dtype) * tails);
     }
     return at;
 }
@@ -74,33 +74,40 @@ static int64_t amx_bytes(const pp_kv_layout *layout, int32_t arithmetic, int32_t
     return own > by_vectors ? own : by_vectors;
 }
 
-/* Address of the tile of V for 32 tokens and 16 dims. */
-PP_INLINE unsigned char *v_tile_at(const amx_chunk *chunk, int d, int t, int half) {
-    return chunk->v_tiles + ((int64_t)(d * PP_SQUARES + t) * 2 + half) * TILE_BYTES;
+/* Address of the tile of part `other` of V for 32 tokens and dims [32 d, 32 d + 16).  The next 16 dims follow. */
+PP_INLINE unsigned char *v_tile_at(const tile_call *call, const amx_chunk *chunk, int other, int d, int t) {
+    return chunk->v_tiles + ((int64_t)(other * call->v_squares + d) * PP_SQUARES + t) * 2 * TILE_BYTES;
+}
+
+/* Address of the tile of the last dims of part `other` of K for a group. */
+PP_INLINE unsigned char *k_tail_at(const amx_chunk *chunk, int other, int group) {
+    return chunk->k_tail + (int64_t)(other * PP_CHUNK_GROUPS + group) * TILE_BYTES;
 }
 
 /* Copies V of token tile t into tiles.  Tokens that are not in `seen` become zeros. */
 static void copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int t, uint32_t seen) {
-    for (int d = 0; d < call->v_squares; d++)
-        copy_v(call->v_head_dim, d, chunk->v + 2 * t, seen, v_tile_at(chunk, d, t, 0), TILE_ROW_BYTES, TILE_BYTES);
+    for (int other = 0; other < call->page_parts; other++)
+        for (int d = 0; d < call->v_squares; d++)
+            copy_v(call->v_head_dim, d, chunk->v + 2 * t, other * call->v_step, seen,
+                   v_tile_at(call, chunk, other, d, t), TILE_ROW_BYTES, TILE_BYTES);
 }
 
 /* Prepares K and V of a chunk as tiles.  Tile 0 begins at token `begin`. */
 static void read_chunk_amx(const tile_call *call, const pp_chunk *from, int32_t head, int64_t begin,
                            unsigned char *groups, amx_chunk *chunk) {
-    const int tiles = (int)((from->end - begin + PP_TILE - 1) / PP_TILE), tail = call->head_dim % 32;
-    pp_kernels_get()->read_tiled(from, head, groups, chunk->k, chunk->v);
-    for (int g = 0; tail && g < 2 * tiles; g++) {
-        unsigned char *to = chunk->k_tail + g * TILE_BYTES;
-        memset(to, 0, TILE_BYTES);
-        memcpy(to, chunk->k[g] + call->head_dim / 32 * PP_K_TILE, (size_t)tail / 2 * TILE_ROW_BYTES);
+    const int count = list_groups(call, from, head, groups, chunk->k, chunk->v), tail = call->head_dim % 32;
+    for (int i = 0; tail && i < call->page_parts * count; i++) {
+        const int other = i / count, g = i % count;
+        const unsigned char *last = chunk->k[g] + other * call->k_step + call->head_dim / 32 * PP_K_TILE;
+        memset(k_tail_at(chunk, other, g), 0, TILE_BYTES);
+        memcpy(k_tail_at(chunk, other, g), last, (size_t)tail / 2 * TILE_ROW_BYTES);
     }
     chunk->not_finite = 0;
-    for (int t = 0; t < tiles; t++) {
+    for (int t = 0; 2 * t < count; t++) {
         const int64_t at = begin + t * PP_TILE;
         copy_v_into_tiles(call, chunk, t, pp_bits_between(from->first - at, from->end - at));
         for (int d = 0; d < call->v_squares; d++)
-            chunk->not_finite |= some_not_finite(v_tile_at(chunk, d, t, 0), 2 * TILE_BYTES);
+            chunk->not_finite |= some_not_finite(v_tile_at(call, chunk, 0, d, t), 2 * TILE_BYTES);
     }
 }
 
@@ -144,19 +151,21 @@ PP_INLINE void square_of_scores(const int PARTS, const amx_job *a, int t, amx_so
     const tile_call *call = job->call;
     const int two = job->rows > TILE_ROWS, whole = call->head_dim / 32;
     square_zero();
-    for (int i = 0; i < call->steps; i++) {
-        const unsigned char *left = a->chunk->k[2 * t] + i * PP_K_TILE, *right = a->chunk->k[2 * t + 1] + i * PP_K_TILE;
-        if (i == whole) {
-            left = a->chunk->k_tail + 2 * t * TILE_BYTES;
-            right = left + TILE_BYTES;
+    for (int i = 0; i < call->steps; i++)
+        for (int other = call->page_parts - 1; other >= 0; other--) { /* smallest part first */
+            const int64_t at = other * call->k_step + i * PP_K_TILE;
+            const unsigned char *left = a->chunk->k[2 * t] + at, *right = a->chunk->k[2 * t + 1] + at;
+            if (i == whole) {
+                left = k_tail_at(a->chunk, other, 2 * t);
+                right = left + TILE_BYTES;
+            }
+            tile_stream(6, left, TILE_ROW_BYTES);
+            tile_stream(7, right, TILE_ROW_BYTES);
+            for (int part = call->q_parts - 1; part >= 0; part--) {
+                square_dot(queries_at(call, job->q, part, i), two);
+                if (x) step_done(PARTS, x);
+            }
         }
-        tile_stream(6, left, TILE_ROW_BYTES);
-        tile_stream(7, right, TILE_ROW_BYTES);
-        for (int part = call->q_parts - 1; part >= 0; part--) { /* smallest part first */
-            square_dot(queries_at(call, job->q, part, i), two);
-            if (x) step_done(PARTS, x);
-        }
-    }
     square_store(job->to->s + t * PP_TILE, PP_SCORE_STEP, two);
 }
 
@@ -165,15 +174,16 @@ PP_INLINE void dims_of_values(const int PARTS, const amx_job *c, int d, float *s
     const tile_job *job = &c->job;
     const int two = job->rows > TILE_ROWS;
     square_zero();
-    for (int t = job->first; t < job->end; t++) {
-        const unsigned char *v = v_tile_at(c->chunk, d, t, 0);
-        tile_stream(6, v, TILE_ROW_BYTES);
-        tile_stream(7, v + TILE_BYTES, TILE_ROW_BYTES);
-        PP_UNROLL for (int part = PARTS - 1; part >= 0; part--) {
-            square_dot(job->to->p[part][t], two);
-            if (x) step_done(PARTS, x);
+    for (int t = job->first; t < job->end; t++)
+        for (int other = job->call->page_parts - 1; other >= 0; other--) {
+            const unsigned char *v = v_tile_at(job->call, c->chunk, other, d, t);
+            tile_stream(6, v, TILE_ROW_BYTES);
+            tile_stream(7, v + TILE_BYTES, TILE_ROW_BYTES);
+            PP_UNROLL for (int part = PARTS - 1; part >= 0; part--) {
+                square_dot(job->to->p[part][t], two);
+                if (x) step_done(PARTS, x);
+            }
         }
-    }
     square_store(sums + 32 * d, job->call->v_squares * 32, two);
 }
 
@@ -188,8 +198,8 @@ static void finish_job(const amx_run *run, const amx_job *c) {
 PP_INLINE void stages(const int PARTS, const amx_run *run, const amx_job *a, const amx_job *b, const amx_job *c) {
     const tile_call *call = &run->call;
     const int squares = a ? a->job.end - a->job.first : 0, v_squares = call->v_squares;
-    amx_softmax x = {.steps = (int64_t)squares * call->steps * call->q_parts};
-    if (c) x.steps += (int64_t)v_squares * (c->job.end - c->job.first) * PARTS;
+    amx_softmax x = {.steps = (int64_t)squares * call->steps * call->q_parts * call->page_parts};
+    if (c) x.steps += (int64_t)v_squares * (c->job.end - c->job.first) * PARTS * call->page_parts;
     if (b) {
         x.next = (tile_softmax){.job = &b->job, .tile = b->job.first};
         x.items = (int64_t)b->job.rows * ((b->job.end - b->job.first + ITEM_TILES - 1) / ITEM_TILES);

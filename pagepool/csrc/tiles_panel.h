@@ -7,13 +7,14 @@
  *   softmax  row by row.  The chunk's highest score is the shift; each weight is split into bf16 parts
  *   values   squares of 32 rows x 32 dims
  *
- * Pages must be in bf16.  For pages in f16 or f32, K and V need two or three parts: eight or nine products instead of
- * three.  By the rates over bf16 pages, AMX would then be 1.7 to 1.9 times as fast as exact arithmetic in long prompts,
- * less a fifth for cutting K and V, and no faster in a prompt of 128 tokens.  With 8 billion parameters and 4,096
- * tokens, attention is 8 % of the multiply-adds, and the linear layers of f16 and f32 models do not use tiles.  So a
- * prompt would gain 3 %.  Sums over int8 pages are integers, and tiles would keep the bits of scores.  But the weights
- * of each 32 tokens have a scale, and a tile has 64 tokens.  One scale for a chunk would change the bits of int8 pages
- * on every CPU, for a gain that was not measured.
+ * Pages are in bf16, or in f16, whose numbers are sums of two bf16 numbers.  Estimate for AMX: over bf16 pages, 2 and 3
+ * products ran at 742 and 588 GFLOP/s, so 10^9 operations take 0.64 + 0.35 n ms in n products.  f16 queries over f16
+ * pages take 8 products: 288 GFLOP/s, 1.9 times exact arithmetic (149), and 1.7 with a tenth for cutting K and V.  f32
+ * pages need three parts and 11 products: 1.5 times, and less than 1.4 with the cut.  So they are not supported.
+ *
+ * Sums over int8 pages are integers, and tiles would keep the bits of scores.  But the weights of each 32 tokens have a
+ * scale, and a tile has 64 tokens.  One scale for a chunk would change the bits of int8 pages on every CPU, for a gain
+ * that was not measured.
  *
  * reference/canonical.py specifies the order of every sum.  No sum runs across rows, so the bits of a row do not depend
  * on its panel.  Vectors (tiles_run.h) and AMX (tiles_amx.h) compute the same bits.
@@ -40,7 +41,8 @@ typedef struct tile_buffers {
 typedef struct tile_call {
     int head_dim, v_head_dim;
     int steps, v_squares;     /* in units of 32 dims; the last unit may have fewer */
-    int q_parts, p_parts;
+    int q_parts, p_parts, page_parts; /* of queries, of weights, of K and V */
+    int64_t k_step, v_step;   /* bytes between the parts of K, and of V, of a group */
     int keeps_weights;        /* stores the weights in place of the scores, for the sums of blocks */
     int bends;                /* scale scores and apply soft cap or ALiBi before finding the shift */
     float factor;             /* otherwise the factor that scales scores while they become weights */
@@ -71,6 +73,9 @@ static tile_call begin_call(const pp_chunk *chunk, int32_t kv_head) {
         .v_squares = (layout->v_head_dim + 31) / 32,
         .q_parts = pp_query_parts(chunk->arithmetic, chunk->q_dtype),
         .p_parts = pp_weight_parts(chunk->arithmetic),
+        .page_parts = pp_parts_of(layout->dtype),
+        .k_step = PP_GROUP * (int64_t)layout->head_dim * 2,
+        .v_step = PP_GROUP * (int64_t)layout->v_head_dim * 2,
         .keeps_weights = chunk->block_sums != NULL,
         .factor = 1.0f,
         .tile = {.scale = pp_in_base_2(chunk->sm_scale),
@@ -314,6 +319,58 @@ static void list_chunk_rows(const pp_chunk *work, int32_t head, int32_t row, int
     }
 }
 
+/* Cuts pairs of rows of `width` f16 numbers, as in pages of f16, into rows of pairs of bf16 numbers, as in pages of
+ * bf16.  The first part is the number without its last bits, and the second is the rest, which is exact: 0 for an
+ * infinity, NaN for a NaN.  The second parts are `step` bytes behind the first. */
+static void cut_rows(int pairs, int width, const unsigned char *from, unsigned char *to, int64_t step) {
+    float both[2 * PP_V_RUN + PP_LANES] = {0};
+    for (; pairs > 0; pairs--, from += width * 4, to += width * 4) {
+        widen_f16(both, from, 2 * width);
+        for (int c = 0; c < width; c += PP_LANES) {
+            const pp_v x = v_load(both + c), y = v_load(both + width + c);
+            const pp_bits a = (pp_bits)x & 0xffff0000u, b = (pp_bits)y & 0xffff0000u;
+            const pp_bits rest_a = (pp_bits)(x != (pp_v)a) & (pp_bits)v_sub(x, (pp_v)a);
+            const pp_bits rest_b = (pp_bits)(y != (pp_v)b) & (pp_bits)v_sub(y, (pp_v)b);
+            const pp_bits words[2] = {a >> 16 | b, rest_a >> 16 | (rest_b & 0xffff0000u)}; /* a NaN has more bits */
+            for (int part = 0; part < 2; part++)
+                if (width - c >= PP_LANES) /* constant size, so that no function is called */
+                    memcpy(to + c * 4 + part * step, &words[part], sizeof words[part]);
+                else
+                    memcpy(to + c * 4 + part * step, &words[part], (size_t)(width - c) * 4);
+        }
+    }
+}
+
+/* Bytes of scratch for list_groups. */
+static int64_t groups_bytes(const pp_kv_layout *layout) {
+    const int64_t bytes = PP_CHUNK * 2 * (int64_t)(layout->head_dim + layout->v_head_dim);
+    return pp_kernels_get()->tiled_bytes(layout) + (layout->dtype == PP_BF16 ? 0 : pp_parts_of(layout->dtype) * bytes);
+}
+
+/* Lists K and V of a head for the groups of a chunk, beginning with the tile of its first token, in the order of bf16
+ * pages: in the pages, or in `groups`.  The first part is listed, and the other follows it.  Returns the number of
+ * groups. */
+static int list_groups(const tile_call *call, const pp_chunk *chunk, int32_t head, unsigned char *groups,
+                       const unsigned char **k, const unsigned char **v) {
+    const pp_kv_layout *layout = &chunk->pool->layout;
+    const int64_t begin = chunk->first / PP_TILE * PP_TILE;
+    const int count = (int)((chunk->end - begin + PP_TILE - 1) / PP_TILE) * 2;
+    pp_kernels_get()->read_tiled(chunk, head, groups, k, v);
+    groups += pp_kernels_get()->tiled_bytes(layout);
+    for (int i = 0; layout->dtype != PP_BF16 && i < count; i++) {
+        cut_rows(call->head_dim / 2, PP_GROUP, k[i], groups, call->k_step);
+        k[i] = groups;
+        groups += call->page_parts * call->k_step;
+        for (int d = 0; d < call->v_head_dim; d += PP_V_RUN) {
+            const int64_t at = (int64_t)d * PP_GROUP * 2;
+            cut_rows(PP_GROUP / 2, pp_run_width(call->v_head_dim, d), v[i] + at, groups + at, call->v_step);
+        }
+        v[i] = groups;
+        groups += call->page_parts * call->v_step;
+    }
+    return count;
+}
+
 /* Returns 1 if some bf16 number in `bytes` bytes is a NaN or an infinity. */
 static int some_not_finite(const unsigned char *words, int64_t bytes) {
     uint32_t found = 0;
@@ -325,16 +382,16 @@ static int some_not_finite(const unsigned char *words, int64_t bytes) {
     return found != 0;
 }
 
-/* Copies 32 tokens x 32 dims of V, from dim 32 d on, from two groups of a tiled page.  The copy has a row for each of
+/* Copies 32 tokens x 32 dims of V, from dim 32 d on, from `at` bytes on in two groups.  The copy has a row for each of
  * 16 pairs of tokens, `row_bytes` apart.  Dims 16 to 31 of a row are `half_bytes` after dims 0 to 15.  Dims past the
  * last one and tokens that are not `seen` become zeros. */
-static void copy_v(int v_head_dim, int d, const unsigned char *const *groups, uint32_t seen, unsigned char *to,
-                   int64_t row_bytes, int64_t half_bytes) {
+static void copy_v(int v_head_dim, int d, const unsigned char *const *groups, int64_t at, uint32_t seen,
+                   unsigned char *to, int64_t row_bytes, int64_t half_bytes) {
     const int run = 32 * d / PP_V_RUN * PP_V_RUN, left = v_head_dim - run, width = left < PP_V_RUN ? left : PP_V_RUN;
     const int dims = v_head_dim - 32 * d < 32 ? v_head_dim - 32 * d : 32;
     for (int pair = 0; pair < 16; pair++, to += row_bytes) {
         const unsigned char *from =
-            groups[pair / 8] + (int64_t)run * PP_GROUP * 2 + (pair % 8 * width + 32 * d % PP_V_RUN) * 4;
+            groups[pair / 8] + at + (int64_t)run * PP_GROUP * 2 + (pair % 8 * width + 32 * d % PP_V_RUN) * 4;
         const uint32_t both = seen >> (2 * pair) & 3, keep = (both & 1 ? 0xffffu : 0) | (both & 2 ? 0xffff0000u : 0);
         uint32_t words[32];
         if (dims < 32) memset(words, 0, sizeof words);

@@ -1,14 +1,14 @@
 /* tiles_run.h: arithmetic "bf16" and "bf16x2" by vectors: prefill, chunks that sequences share, and decode.  Once per
  * ISA, after tiles_vectors.h and tiles_panel.h.
  *
- * Reads K and V of tiled pages in place.  Values are computed tile by tile for all dims, so that pages are read
+ * Reads K and V of tiled bf16 pages in place.  Values are computed tile by tile for all dims, so that pages are read
  * sequentially; the sums stay in L1. */
 
 /* The parts of a unit's scratch. */
 typedef struct tile_scratch {
     pp_running *running;   /* of all rows */
     float *rows;
-    unsigned char *groups; /* for read_tiled */
+    unsigned char *groups; /* for list_groups */
     tile_buffers *buffers;
     tile_job *job;
     tile_item *q; /* of all panels */
@@ -30,7 +30,7 @@ static int64_t lay_out_tiles(const pp_kv_layout *layout, int q_parts, int32_t ro
     scratch->v = carve(memory, &at, v_dims * PP_TILE * 2);
     scratch->running = carve(memory, &at, padded * (int64_t)sizeof(pp_running));
     scratch->rows = carve(memory, &at, padded * pp_row_stride(layout) * item);
-    scratch->groups = carve(memory, &at, pp_kernels_get()->tiled_bytes(layout));
+    scratch->groups = carve(memory, &at, groups_bytes(layout));
     return at;
 }
 
@@ -45,41 +45,48 @@ enum { FAR = 6, BEHIND = FAR + 2 };
 /* Scores of all tiles.  Called while subnormals are flushed. */
 static __attribute__((noinline)) void scores_of_job(const tile_job *job, const unsigned char *const *k) {
     const tile_call *call = job->call;
-    for (int t = job->first; t < job->end; t++)
-        for (int i = 0; i < call->steps; i++) {
-            const int pairs = (call->head_dim - 32 * i) / 2;
-            tile_columns b = {.step = 64, .pairs = pairs < 16 ? pairs : 16};
-            for (int j = 0; j < 2; j++) {
-                b.at[0][j] = k[2 * t + j] + i * PP_K_TILE;
-                b.at[1][j] = b.at[0][j] + PP_K_TILE / 2;
-                b.near[0][j] = b.near[1][j] = distance_of(k[2 * t + 2 + j], k[2 * t + j]);
-                b.far[0][j] = b.far[1][j] = distance_of(k[2 * t + FAR + j], k[2 * t + j]);
+    for (int t = job->first; t < job->end; t++) {
+        int fresh = 1;
+        for (int i = 0; i < call->steps; i++)
+            for (int other = call->page_parts - 1; other >= 0; other--) {
+                const int pairs = (call->head_dim - 32 * i) / 2;
+                tile_columns b = {.step = 64, .pairs = pairs < 16 ? pairs : 16};
+                for (int j = 0; j < 2; j++) {
+                    b.at[0][j] = k[2 * t + j] + other * call->k_step + i * PP_K_TILE;
+                    b.at[1][j] = b.at[0][j] + PP_K_TILE / 2;
+                    b.near[0][j] = b.near[1][j] = distance_of(k[2 * t + 2 + j], k[2 * t + j]);
+                    b.far[0][j] = b.far[1][j] = distance_of(k[2 * t + FAR + j], k[2 * t + j]);
+                }
+                for (int part = call->q_parts - 1; part >= 0; part--, fresh = 0)
+                    add_product(job->rows, queries_at(call, job->q, part, i), 32, &b, job->to->s + t * PP_TILE,
+                                PP_SCORE_STEP, fresh);
             }
-            for (int part = call->q_parts - 1; part >= 0; part--)
-                add_product(job->rows, queries_at(call, job->q, part, i), 32, &b, job->to->s + t * PP_TILE,
-                            PP_SCORE_STEP, i == 0 && part == call->q_parts - 1);
-        }
+    }
 }
 
-/* Adds weights times V of a tile to the sums of rows [from, to), smallest part first.  `square` describes V. */
-static void add_values(const tile_job *job, int from, int to, int t, int d, const tile_columns *square) {
+/* Adds weights times part `other` of V of a tile to the sums of rows [from, to), smallest part first.  `square`
+ * describes the part of V. */
+static void add_values(const tile_job *job, int from, int to, int t, int d, int other, const tile_columns *square) {
     const int64_t sums_step = job->call->v_squares * 32;
-    for (int part = job->call->p_parts - 1; part >= 0; part--)
+    int fresh = t == job->first && other == job->call->page_parts - 1;
+    for (int part = job->call->p_parts - 1; part >= 0; part--, fresh = 0)
         add_product(to - from, job->to->p[part][t] + from * 32, 32, square, job->sums + from * sums_step + 32 * d,
-                    sums_step, t == job->first && part == job->call->p_parts - 1);
+                    sums_step, fresh);
 }
 
 /* The same for a copy of V in which masked tokens are zeros. */
 static void add_copied_values(const tile_job *job, int from, int to, int t, int d, const unsigned char *const *v,
                               uint32_t seen, unsigned char *copy) {
     tile_columns b = {.step = 128, .pairs = 16};
-    copy_v(job->call->v_head_dim, d, v + 2 * t, seen, copy, 128, 64);
     for (int h = 0; h < 2; h++)
         for (int j = 0; j < 2; j++) b.at[h][j] = copy + h * PP_HALF_PAIRS * 128 + j * 64;
-    add_values(job, from, to, t, d, &b);
+    for (int other = job->call->page_parts - 1; other >= 0; other--) {
+        copy_v(job->call->v_head_dim, d, v + 2 * t, other * job->call->v_step, seen, copy, 128, 64);
+        add_values(job, from, to, t, d, other, &b);
+    }
 }
 
-/* Returns 1 if V of a tile has a NaN or an infinity. */
+/* Returns 1 if V of a tile has a NaN or an infinity, which its first part has, too. */
 static int tile_not_finite(const tile_call *call, const unsigned char *const *v) {
     const int64_t bytes = (int64_t)call->v_head_dim * PP_GROUP * 2;
     return some_not_finite(v[0], bytes) || some_not_finite(v[1], bytes);
@@ -105,13 +112,16 @@ static __attribute__((noinline)) void values_of_job(const tile_job *job, const u
                 continue;
             }
             tile_columns b = {.step = width * 4, .pairs = 16};
-            for (int h = 0; h < 2; h++)
-                for (int j = 0; j < 2; j++) {
-                    b.at[h][j] = v[2 * t + h] + (int64_t)run * PP_GROUP * 2 + column * 4 + j * 64;
-                    b.near[h][j] = distance_of(v[2 * t + 2 + h], v[2 * t + h]);
-                    b.far[h][j] = distance_of(v[2 * t + FAR + h], v[2 * t + h]);
-                }
-            add_values(job, 0, job->rows, t, d, &b);
+            for (int other = call->page_parts - 1; other >= 0; other--) {
+                for (int h = 0; h < 2; h++)
+                    for (int j = 0; j < 2; j++) {
+                        b.at[h][j] =
+                            v[2 * t + h] + other * call->v_step + (int64_t)run * PP_GROUP * 2 + column * 4 + j * 64;
+                        b.near[h][j] = distance_of(v[2 * t + 2 + h], v[2 * t + h]);
+                        b.far[h][j] = distance_of(v[2 * t + FAR + h], v[2 * t + h]);
+                    }
+                add_values(job, 0, job->rows, t, d, other, &b);
+            }
         }
     }
 }
@@ -138,10 +148,9 @@ typedef struct tile_groups {
 } tile_groups;
 
 /* Lists the groups, followed by a copy of the last two. */
-static void read_groups(const pp_chunk *chunk, int32_t head, unsigned char *laid_out, tile_groups *groups) {
-    const int64_t begin = chunk->first / PP_TILE * PP_TILE;
-    groups->count = (int)((chunk->end - begin + PP_TILE - 1) / PP_TILE) * 2;
-    pp_kernels_get()->read_tiled(chunk, head, laid_out, groups->k, groups->v);
+static void read_groups(const tile_call *call, const pp_chunk *chunk, int32_t head, unsigned char *laid_out,
+                        tile_groups *groups) {
+    groups->count = list_groups(call, chunk, head, laid_out, groups->k, groups->v);
     for (int i = groups->count; i < groups->count + BEHIND; i++) {
         groups->k[i] = groups->k[i - 2];
         groups->v[i] = groups->v[i - 2];
@@ -150,7 +159,7 @@ static void read_groups(const pp_chunk *chunk, int32_t head, unsigned char *laid
 
 /* Lists V after K, and after V the K of the next head or of the next chunk, in the order in which they are read. */
 static void follow_on(const pp_chunk *work, int has_next, tile_groups *groups) {
-    if (!work->pool->layout.tiled || work->pool->layout.v_in_k) return;
+    if (groups_bytes(&work->pool->layout)) return; /* they are copies */
     for (int i = 0; i < BEHIND; i++) {
         const int at = i < groups->count ? i : i % 2;
         groups->k[groups->count + i] = groups->v[at];
@@ -182,7 +191,7 @@ static void tiles_prefill(const pp_query_block *work) {
     for (chunk.begin = first / PP_CHUNK * PP_CHUNK; chunk.begin < last; chunk.begin += PP_CHUNK) {
         chunk.first = first > chunk.begin ? first : chunk.begin;
         chunk.end = chunk.begin + PP_CHUNK < last ? chunk.begin + PP_CHUNK : last;
-        read_groups(&chunk, work->kv_head, scratch.groups, &groups);
+        read_groups(&call, &chunk, work->kv_head, scratch.groups, &groups);
         job->begin = chunk.first / PP_TILE * PP_TILE;
         for (int32_t r = 0; r < rows; r += PP_ROWS) {
             list_job_rows(work, r, job);
@@ -206,7 +215,7 @@ static void tiles_shared(const pp_shared *work) {
                       .q = scratch.q,
                       .sums = scratch.sums,
                       .begin = work->chunk.first / PP_TILE * PP_TILE};
-    read_groups(&work->chunk, work->kv_head, scratch.groups, &groups);
+    read_groups(&call, &work->chunk, work->kv_head, scratch.groups, &groups);
     while ((job->rows = work->next_rows(work->context, job->row)) > 0) {
         cut_queries(job, work->q_dtype, scratch.widened, scratch.q);
         run_job(job, work->chunk.end, groups.k, groups.v, scratch.v);
@@ -251,7 +260,7 @@ static void tiles_chunk(const pp_chunk *work) {
         const int32_t head = from / head_rows, head_end = (head + 1) * head_rows;
         to = head_end < last ? head_end : last;
         if (work->alibi_slopes) call.tile.alibi_slopes = work->alibi_slopes + head * work->group_size;
-        read_groups(work, head, scratch.groups, &groups);
+        read_groups(&call, work, head, scratch.groups, &groups);
         follow_on(work, to < last, &groups);
         for (int32_t row = from; row < to; row += PP_ROWS) {
             list_chunk_rows(work, head, row, to, job);

@@ -36,19 +36,22 @@ Arithmetic "bf16" and "bf16x2" compute products as AMX's TDPBF16PS does, 32 elem
     tile_dot(sum, a, b) = sum + (even + odd), where even is the fma chain of a[0] b[0], a[2] b[2], ... from 0, and odd
     that of a[1] b[1], a[3] b[3], ...; subnormals among a, b, sum and results are zeros of their sign
 
-Numbers are cut into parts of bfloat16: the first is the nearest one, the next the nearest one of what is left, and
-subnormal numbers are zeros. In "bf16x2" q has as many parts as hold it: 1 if it is bfloat16, 2 if float16, 3 if
-float32; weights have 2. In "bf16" both have one. These steps are others:
+Numbers are cut into parts of bfloat16. Of q and weights the first part is the nearest one, the next the nearest one of
+what is left, and subnormal numbers are zeros. In "bf16x2" q has as many parts as hold it: 1 if it is bfloat16, 2 if
+float16, 3 if float32; weights have 2. In "bf16" both have one. K and V have as many parts as hold them, from the dtype
+of the pages, bfloat16 or float16: each is what is left, cut off after 8 bits; only the first part of an infinity is not
+0. These steps are others:
 
-    3 score   for each 32 dims, ascending: score = tile_dot(score, part of q, K), the smallest part first, from 0
+    3 score   for each 32 dims, ascending: score = tile_dot(score, part of q, part of K), for each part of K, the
+              smallest first: for each part of q, the smallest first. From 0
     4 cap     with a soft cap, an ALiBi slope or in_base_2(sm_scale) <= 0, the score is multiplied by
               in_base_2(sm_scale), bent as in steps 4 and 5, and factor is 1. Else factor is in_base_2(sm_scale)
     6 shift   one for the chunk: m = the largest score * factor of all its tokens, at least -LARGEST
     7 weight  p[t] = 2^fma(score[t], factor, -m)
     8 sum     of the parts of p, the smaller first: l[i] = (l[i] + part of p[2i+1]) + part of p[2i]. Blocks add p in
               "bf16x2", and its one part in "bf16"
-    9 values  for each tile, ascending: o[d] = tile_dot(o[d], part of p, V[.][d]), the smaller part first; a token that
-              is not seen counts as p = 0 and V = 0. In the end o[d] = o[d] + 0, which makes -0 a 0
+    9 values  for each tile, ascending: o[d] = tile_dot(o[d], part of p, part of V[.][d]), in the same order of parts; a
+              token that is not seen counts as p = 0 and V = 0. In the end o[d] = o[d] + 0, which makes -0 a 0
 
 If K or V is quantised, q or the weights are rounded to integers. Sums of integers do not depend on their order. Then
 
@@ -74,11 +77,11 @@ from the C library.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, product
 from math import copysign, inf, isfinite, log, nan
 from typing import NamedTuple
 
-from pagepool.reference.rounding import f32, fma, rounded_to_bf16
+from pagepool.reference.rounding import f32, fma, rounded_to_bf16, truncated_to_bf16
 
 __all__ = [
     "CHUNK",
@@ -99,7 +102,7 @@ CHUNK = 512
 TILE = 32
 LANES = 16
 SLACK = 8.0
-Q_PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}  # of queries in "bf16x2"
+PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}  # bfloat16 numbers whose sum can be any number of the dtype
 MOST = 32512
 LEAST_QUANTISED = 2.0**-100
 
@@ -142,7 +145,7 @@ class Head(NamedTuple):
     slope: float | None
     block_size: int
     fma: Fma
-    parts: tuple[int, int] | None  # of q and of the weights, in the order of tiles
+    parts: tuple[int, int, int] | None  # of q, of the weights, of K and V, in the order of tiles
     k_scales: list[float] | None
     v_scales: list[float] | None
 
@@ -170,13 +173,14 @@ def attend(
     mask: list[bool] | None = None,
     arithmetic: str = "exact",
     q_dtype: str = "float32",
+    page_dtype: str = "bfloat16",
     fused: bool = True,
 ) -> tuple[list[float], float]:
     """Return output and lse of one query head over the tokens of its sequence. Every number is a float32.
 
     K and V may have different dims, and be `Quantised`. The options have the meanings of `pagepool.decode`. `mask` is
     true for each seen token. For a sequence without tokens the number of dims is unknown, so the output is empty.
-    "bf16x2" depends on the dtype of the query, `q_dtype`.
+    "bf16x2" depends on the dtype of the query, `q_dtype`, "bf16x2" and "bf16" on that of K and V, `page_dtype`.
 
     >>> out, lse = attend([1.0, 0.0], [[0.0, 0.0], [0.0, 1.0]], [[1.0, 2.0], [3.0, 4.0]], 1.0)
     >>> out, round(lse, 6)
@@ -196,6 +200,7 @@ def attend(
         mask=mask,
         arithmetic=arithmetic,
         q_dtype=q_dtype,
+        page_dtype=page_dtype,
         fused=fused,
     )
     return out, lse
@@ -216,6 +221,7 @@ def attend_with_scores(
     mask: list[bool] | None = None,
     arithmetic: str = "exact",
     q_dtype: str = "float32",
+    page_dtype: str = "bfloat16",
     fused: bool = True,
 ) -> tuple[list[float], float, list[float]]:
     """Return output, lse and the sum of weights of each block of `block_size` tokens, 0 for blocks that are not seen.
@@ -233,7 +239,8 @@ def attend_with_scores(
     if not seen:
         return [0.0] * len(values[0] if values else []), -inf, scores
     fma = rounding_once_or_twice(fused)
-    parts = {"exact": None, "bf16": (1, 1), "bf16x2": (Q_PARTS[q_dtype], 2)}[arithmetic]
+    of_page = PARTS[page_dtype]
+    parts = {"exact": None, "bf16": (1, 1, of_page), "bf16x2": (PARTS[q_dtype], 2, of_page)}[arithmetic]
     scale = in_base_2(f32(sm_scale))
     if k_scales is not None:
         q, scale = _quantised_query(q, scale, channels)
@@ -340,16 +347,16 @@ def _add_to_blocks(head: Head, seen: list[int], lanes: list[float], blocks: dict
 def _chunk_of_tiles(head: Head, tokens: list[int]) -> Partial:
     """A chunk in the order of tiles."""
     assert head.parts is not None
-    q_parts, p_parts = head.parts
+    q_parts, p_parts, page_parts = head.parts
     q, dims = [_in_parts(x, q_parts) for x in head.q], range(len(head.v[0]))
     bends = bool(head.cap) or head.slope is not None or not head.scale > 0.0
     factor = 1.0 if bends else head.scale
     scores = {}
     for t in tokens:
-        score = 0.0
+        score, k = 0.0, [_cut_off(x, page_parts) for x in head.k[t]]
         for d in range(0, len(q), TILE):
-            for part in reversed(range(q_parts)):
-                score = tile_dot(score, [x[part] for x in q[d : d + TILE]], head.k[t][d : d + TILE])
+            for j, i in product(reversed(range(page_parts)), reversed(range(q_parts))):
+                score = tile_dot(score, [x[i] for x in q[d : d + TILE]], [x[j] for x in k[d : d + TILE]])
         scores[t] = _transformed(head, t, f32(score * head.scale)) if bends else score
     m = _maximum(-LARGEST, *(f32(score * factor) for score in scores.values()))
     o, sums, blocks = [0.0 for _ in dims], [0.0] * LANES, dict[int, float]()
@@ -364,9 +371,10 @@ def _chunk_of_tiles(head: Head, tokens: list[int]) -> Partial:
             lanes = [rounded for (rounded,) in parts]
         first = seen[0] - seen[0] % TILE
         values = [head.v[t] if t in scores else [0.0 for _ in dims] for t in range(first, first + TILE)]
-        for part in reversed(range(p_parts)):
-            weights = [x[part] for x in parts]
-            o = [tile_dot(o[d], weights, [row[d] for row in values]) for d in dims]
+        cut = [[_cut_off(x, page_parts) for x in row] for row in values]
+        for j, i in product(reversed(range(page_parts)), reversed(range(p_parts))):
+            weights = [x[i] for x in parts]
+            o = [tile_dot(o[d], weights, [row[d][j] for row in cut]) for d in dims]
         _add_to_blocks(head, seen, lanes, blocks)
     return Partial(m, _tree_sum(sums), [x + 0.0 for x in o], blocks)
 
@@ -377,6 +385,15 @@ def _in_parts(x: float, count: int) -> list[float]:
     for _ in range(count):
         parts.append(rounded_to_bf16(flushed(x)))
         x = f32(x - parts[-1])
+    return parts
+
+
+def _cut_off(x: float, count: int) -> list[float]:
+    """`count` bfloat16 that add up to x, each what is left, cut off after 8 bits."""
+    parts: list[float] = []
+    for _ in range(count):
+        parts.append(truncated_to_bf16(x))
+        x = 0.0 if x == parts[-1] else x - parts[-1]
     return parts
 
 

@@ -6,7 +6,7 @@ import ctypes
 import struct
 from math import inf, isfinite, nextafter
 
-__all__ = ["bf16_bits", "f16_bits", "f32", "f32_bits", "float_of", "fma", "rounded_to_bf16"]
+__all__ = ["bf16_bits", "f16_bits", "f32", "f32_bits", "float_of", "fma", "rounded_to_bf16", "truncated_to_bf16"]
 
 
 def f32(value: float) -> float:
@@ -64,3 +64,8 @@ def float_of(bits: int, dtype: str) -> float:
 def rounded_to_bf16(value: float) -> float:
     """Return a float32 rounded to bfloat16."""
     return float_of(bf16_bits(value), "bfloat16")
+
+
+def truncated_to_bf16(value: float) -> float:
+    """Return a float32 rounded to bfloat16 towards 0."""
+    return float_of(f32_bits(value) >> 16, "bfloat16")

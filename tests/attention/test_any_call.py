@@ -91,7 +91,7 @@ def calls(draw):
         if draw(st.booleans()):
             numbers = rng.standard_normal(case.q.shape[1]).astype(np.float32) * np.float32(one_of(draw, 0.01, 1, 30))
             options[name] = sprinkle(draw, rng, numbers)
-    if dtype == "bfloat16" and not layout.is_mixed:
+    if dtype in ("bfloat16", "float16") and not layout.is_mixed:
         options["arithmetic"] = one_of(draw, "exact", "bf16", "bf16x2")
     return Call(case, kv, counts, masks, options)
 
@@ -114,6 +114,7 @@ def assert_canonical(call, got, row, head):
         alibi_slope=None if slopes is None else float(slopes[head]),
         sink=None if sinks is None else float(sinks[head]),
         fused=cpu_info()["isa"] != "baseline",
+        page_dtype=layout.dtype if layout.dtype in DTYPES else "float32",
         **options,
     )
     scores += [0.0] * (got[2].shape[2] - len(scores))

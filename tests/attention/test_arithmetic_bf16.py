@@ -17,6 +17,7 @@ from paged_cases import (
     make_case,
     random_kv,
     rounding_bounds,
+    slots_of,
 )
 from refusals import refuses
 from test_decode_accuracy import GROUPS, HEAD_DIMS
@@ -29,12 +30,13 @@ from pagepool.reference.views import views
 
 ROUNDED = {"arithmetic": "bf16"}
 both = pytest.mark.parametrize("arithmetic", ["bf16", "bf16x2"])
+every_page = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 LENGTHS = [1, 16, 512, 0, 513, 33, 1300]
 MLA = {"v_head_dim": 64, "v_in_k": True}
 
 
-def layout_of(kv_heads=2, head_dim=64, block_size=16, **dims):
-    return KvLayout(1, kv_heads, head_dim, block_size, "bfloat16", **dims)
+def layout_of(kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16", **dims):
+    return KvLayout(1, kv_heads, head_dim, block_size, dtype, **dims)
 
 
 def check_accuracy(case, **options):
@@ -62,21 +64,25 @@ def check_bounds(case, **options):
     return np.max(error / np.maximum(size, TINY), initial=0.0), np.max(error / np.maximum(bound, TINY), initial=0.0)
 
 
+@every_page
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_head_shape_is_within_the_bound(group, head_dim):
-    check_bounds(make_case(layout_of(1 if group == 16 else 2, head_dim), group, [1, 37, 600], seed=group))
+def test_every_head_shape_is_within_the_bound(group, head_dim, dtype):
+    layout = layout_of(1 if group == 16 else 2, head_dim, dtype=dtype)
+    check_bounds(make_case(layout, group, [1, 37, 600], seed=group))
 
 
+@every_page
 @pytest.mark.parametrize("block_size", [1, 3, 17, 32, 48, 128])
-def test_every_block_size_at_ragged_lengths(block_size):
+def test_every_block_size_at_ragged_lengths(block_size, dtype):
     around = {0, 1, 2, 31, 32, 33, 511, 512, 513, block_size - 1, block_size, block_size + 1}
-    check_bounds(make_case(layout_of(block_size=block_size), 3, sorted(around), seed=block_size))
+    check_bounds(make_case(layout_of(block_size=block_size, dtype=dtype), 3, sorted(around), seed=block_size))
 
 
+@every_page
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_every_variant_is_within_the_bound(options):
-    case = make_case(layout_of(), 3, LENGTHS)
+def test_every_variant_is_within_the_bound(options, dtype):
+    case = make_case(layout_of(dtype=dtype), 3, LENGTHS)
     check_bounds(case, **per_head(options, 6))
 
 
@@ -122,6 +128,9 @@ def test_exactly_representable_queries_and_equal_scores_are_exact():
         (5, 2, 2, 8, {}, [47, 530]),
         (32, 1, 9, 40, {"v_head_dim": 24}, [31, 32, 70]),
         (16, 1, 3, 72, MLA, [61]),
+        (16, 1, 3, 24, {"dtype": "float16"}, [525, 0, 1]),
+        (5, 2, 1, 40, {"dtype": "float16", "v_head_dim": 72}, [47]),
+        (16, 1, 2, 72, MLA | {"dtype": "float16"}, [37]),
     ],
 )
 def test_the_bits_are_those_of_the_canonical_order(
@@ -158,7 +167,7 @@ def test_masks_that_see_one_token_of_a_pair_follow_the_canonical_order(group, wi
             assert_same_bits([scores[row, head, : len(blocks)]], [np.array(blocks, np.float32)])
 
 
-@pytest.mark.parametrize("dims", [{}, MLA], ids=str)
+@pytest.mark.parametrize("dims", [{}, MLA, {"dtype": "float16"}, MLA | {"dtype": "float16"}], ids=str)
 @pytest.mark.parametrize("kind", ["causal", "trees", "random"])
 def test_several_queries_are_within_the_bound(kind, dims):
     lengths = [0, 1, 15, 33, 512, 530, 1100]
@@ -175,8 +184,9 @@ def test_several_queries_are_within_the_bound(kind, dims):
 
 
 @both
-def test_neither_threads_nor_batch_nor_heads_change_the_bits(arithmetic):
-    case = make_case(layout_of(), 9, LENGTHS)
+@every_page
+def test_neither_threads_nor_batch_nor_heads_change_the_bits(arithmetic, dtype):
+    case = make_case(layout_of(dtype=dtype), 9, LENGTHS)
     options = {"return_lse": True, "return_block_scores": True, "arithmetic": arithmetic}
     expected = case.decode(num_threads=1, **options)
     for num_threads in range(2, 9):
@@ -189,11 +199,12 @@ def test_neither_threads_nor_batch_nor_heads_change_the_bits(arithmetic):
 
 
 @both
-def test_the_block_size_does_not_change_the_bits(arithmetic):
+@every_page
+def test_the_block_size_does_not_change_the_bits(arithmetic, dtype):
     lengths, expected = [1, 47, 512, 1300], None
     kv = random_kv(layout_of(2, 72), lengths)
     for block_size in (16, 1, 3, 17, 48, 500, 1024):
-        case = make_case(layout_of(2, 72, block_size), 3, lengths, kv=kv)
+        case = make_case(layout_of(2, 72, block_size, dtype), 3, lengths, kv=kv)
         case.q[:] = np.random.default_rng(4).standard_normal(case.q.shape, np.float32)
         got = case.decode(return_lse=True, arithmetic=arithmetic)
         expected = expected or got
@@ -201,8 +212,9 @@ def test_the_block_size_does_not_change_the_bits(arithmetic):
 
 
 @both
-def test_scores_of_blocks_are_the_weights_that_were_used(arithmetic):
-    case = make_case(layout_of(2, 24), 3, [700, 33])
+@every_page
+def test_scores_of_blocks_are_the_weights_that_were_used(arithmetic, dtype):
+    case = make_case(layout_of(2, 24, dtype=dtype), 3, [700, 33])
     out, scores = case.decode(return_block_scores=True, arithmetic=arithmetic)
     np.testing.assert_allclose(scores.sum(axis=2, dtype=np.float64), 1.0, atol=LIMIT)
     assert_same_bits([out], [case.decode(arithmetic=arithmetic)])
@@ -253,20 +265,27 @@ def test_subnormal_weights_count_as_zeros(arithmetic):
 
 
 @both
+@every_page
 @pytest.mark.parametrize("length", [1, 2, 15, 31, 33, 513])
 @pytest.mark.parametrize("block_size", [16, 5])
-def test_nan_and_infinities_beside_the_tokens_do_not_matter(block_size, length, arithmetic):
+def test_nan_and_infinities_beside_the_tokens_do_not_matter(block_size, length, arithmetic, dtype):
     """`make_case` has filled all slots without tokens with NaN and infinities. With an odd length, the last pair of
     tokens has such a slot."""
-    case = make_case(layout_of(1, 40, block_size), 2, [length])
+    case = make_case(layout_of(1, 40, block_size, dtype), 2, [length])
     out, lse = case.decode(return_lse=True, arithmetic=arithmetic)
     assert np.isfinite(out).all() and np.isfinite(lse).all()
+    kv = case.pool.gather(0, case.block_tables[0], length)
+    for block in range(case.num_blocks):
+        case.pool.page(block)[:] = 255  # NaN with all bits set
+    case.pool.append(0, slots_of(case.block_tables[0], length, block_size), *kv)
+    assert_same_bits(case.decode(return_lse=True, arithmetic=arithmetic), (out, lse))
 
 
 @both
+@every_page
 @pytest.mark.parametrize("place", [0, 1, 30, 511, 598])
-def test_a_nan_that_is_seen_poisons_the_head(place, arithmetic):
-    layout, length = layout_of(1, 8), 599
+def test_a_nan_that_is_seen_poisons_the_head(place, arithmetic, dtype):
+    layout, length = layout_of(1, 8, dtype=dtype), 599
     [(k, v)] = random_kv(layout, [length])
     poisoned = k.copy()
     poisoned[place, 0, 3] = np.nan
@@ -292,11 +311,14 @@ def test_parts_merge_with_exact_ones():
 
 
 @both
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_other_pages_are_refused(dtype, arithmetic):
-    case = make_case(KvLayout(1, 1, 8, dtype=dtype), 2, [20])
+@pytest.mark.parametrize(
+    ("dtype", "v_dtype", "said"),
+    [("float32", None, "float32"), ("int8", None, "int8"), ("float16", "bfloat16", "bfloat16 and float16")],
+)
+def test_other_pages_are_refused(dtype, v_dtype, said, arithmetic):
+    case = make_case(KvLayout(1, 1, 8, dtype=dtype, v_dtype=v_dtype), 2, [20])
     out = np.full(case.q.shape, 12345.0, np.float32)
-    with refuses(ValueError, "arithmetic", arithmetic, "bfloat16", dtype):
+    with refuses(ValueError, "arithmetic", arithmetic, "bfloat16 or float16", f"the pool has {said}"):
         case.decode(out=out, arithmetic=arithmetic)
     assert (out == 12345.0).all()
 
@@ -318,12 +340,13 @@ def test_exact_is_the_default():
 
 
 @both
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_queries_of_16_bit_have_the_bits_of_the_same_numbers_in_float32(dtype, arithmetic):
-    case = make_case(layout_of(2, 72), 3, [600, 33])
-    case.q[:] = case.q.astype(dtype).astype(np.float32)
+@every_page
+@pytest.mark.parametrize("q_dtype", [np.float16, ml_dtypes.bfloat16])
+def test_queries_of_16_bit_have_the_bits_of_the_same_numbers_in_float32(q_dtype, dtype, arithmetic):
+    case = make_case(layout_of(2, 72, dtype=dtype), 3, [600, 33])
+    case.q[:] = case.q.astype(q_dtype).astype(np.float32)
     options = {"return_lse": True, "arithmetic": arithmetic}
-    narrow = decode(case.q.astype(dtype), *case.args[1:], **options)
+    narrow = decode(case.q.astype(q_dtype), *case.args[1:], **options)
     assert_same_bits(narrow, case.decode(**options))
 
 
@@ -335,13 +358,15 @@ def test_a_scale_of_any_sign_follows_the_canonical_order():
 
 
 @both
+@every_page
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_reach_the_rows_that_see_them(arithmetic, value):
+def test_values_that_are_not_finite_reach_the_rows_that_see_them(arithmetic, value, dtype):
     """Some rows of the prompt do not see these tokens, because of causality, a window or a mask."""
     length, count = 700, 150
-    [(k, v)] = random_kv(layout_of(1, 40), [length])
+    layout = layout_of(1, 40, dtype=dtype)
+    [(k, v)] = random_kv(layout, [length])
     v[[560, 631], 0, 7] = value
-    case, starts = make_case(layout_of(1, 40), 3, [length], kv=[(k, v)]).with_queries([count])
+    case, starts = make_case(layout, 3, [length], kv=[(k, v)]).with_queries([count])
     for options in ({}, {"window_left": 30}, {"custom_mask": random_masks([count], [length], share=0.5)}):
         options |= {"arithmetic": arithmetic, "query_start_loc": starts, "return_lse": True}
         got = case.decode(**options)
@@ -353,8 +378,35 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(arithmetic, val
         assert np.isfinite(got[0][~sees]).all() and np.isfinite(np.delete(got[0], 7, axis=2)).all()
 
 
-def test_the_error_does_not_grow_with_scores_or_tokens():
+@every_page
+def test_the_error_does_not_grow_with_scores_or_tokens(dtype):
     for gain, length in ((1, 4096), (4, 1536), (8, 1536)):
-        case = make_case(layout_of(2, 128), 4, [length], seed=gain)
+        case = make_case(layout_of(2, 128, dtype=dtype), 4, [length], seed=gain)
         case.q *= np.float32(gain)
         check_accuracy(case)
+
+
+@both
+def test_every_float16_is_exact_as_the_sum_of_two_parts(arithmetic):
+    """A lone token has the weight 1, so its V is the result. A scale of 1 makes one number of its K the score."""
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    values = np.where(np.isfinite(every), every, np.float32(0)).reshape(-1, 256)
+    kv = [(np.zeros((1, 1, 256), np.float32), row[None, None]) for row in values]
+    case = make_case(layout_of(1, 256, dtype="float16"), 1, [1] * len(kv), kv=kv)
+    assert_same_bits([case.decode(arithmetic=arithmetic)[:, 0]], [values + np.float32(0)])  # -0 becomes 0
+    numbers = every[np.isfinite(every)]
+    keys = numbers.reshape(-1, 1, 1, 8)
+    case = make_case(layout_of(1, 8, dtype="float16"), 8, [1] * len(keys), kv=[(row, row) for row in keys])
+    case.q[:] = np.eye(8)
+    lse = case.decode(sm_scale=1.0, return_lse=True, arithmetic=arithmetic)[1]
+    np.testing.assert_allclose(lse.ravel(), numbers, rtol=3e-7, atol=0)
+
+
+@both
+def test_the_largest_and_smallest_float16_follow_the_canonical_order(arithmetic):
+    random = np.random.default_rng(3)
+    extreme = np.array([65504.0, -65504.0, 2.0**-24, 2.0**-14 - 2.0**-24, 65472.0, -(2.0**-15)], np.float32)
+    kv = [tuple(random.choice(extreme, (70, 1, 16)) for _ in range(2))]
+    case = make_case(layout_of(1, 16, dtype="float16"), 2, [70], kv=kv)
+    for sm_scale in (1e-4, 30.0):
+        assert_canonical(case, {"sm_scale": sm_scale, "arithmetic": arithmetic})

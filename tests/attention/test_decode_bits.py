@@ -119,7 +119,8 @@ def canonical_head(case, row, head, options):
     names = {"alibi_slopes": "alibi_slope", "sinks": "sink"}
     own = {names.get(name, name): float(value[head]) if name in names else value for name, value in options.items()}
     fused = cpu_info()["isa"] != "baseline"
-    return canonical.attend(case.q[row, head].tolist(), k, v, **{"sm_scale": 1 / np.sqrt(dim), "fused": fused, **own})
+    own = {"sm_scale": 1 / np.sqrt(dim), "fused": fused, "page_dtype": case.pool.dtype, **own}
+    return canonical.attend(case.q[row, head].tolist(), k, v, **own)
 
 
 def assert_canonical(case, options):

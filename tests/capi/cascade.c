@@ -66,6 +66,7 @@ int main(void) {
     check(PP_BF16, PP_EXACT, 1, 16);
     check(PP_BF16, PP_ROUNDED_BF16, 2, 16);
     check(PP_BF16, PP_BF16X2, 2, 16);
+    check(PP_F16, PP_BF16X2, 2, 16);
     check(PP_F32, PP_EXACT, 1, 1);
     printf("ok %s\n", pp_isa());
     return 0;

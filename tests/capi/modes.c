@@ -139,6 +139,7 @@ int main(void) {
         check_dtype(PP_BF16, PP_EXACT, block_size);
         check_dtype(PP_BF16, PP_ROUNDED_BF16, block_size);
         check_dtype(PP_BF16, PP_BF16X2, block_size);
+        check_dtype(PP_F16, PP_BF16X2, block_size);
     }
     printf("ok %s\n", pp_isa());
     return 0;

@@ -98,7 +98,7 @@ static void draw_args(const scenario *s, pp_decode_args *args) {
     if (below(3) == 0) args->alibi_slopes = slopes;
     if (below(3) == 0) args->sinks = sinks;
     if (below(3) == 0) draw_mask(s, args);
-    if (s->pool.layout.dtype == PP_BF16) args->arithmetic = ONE_OF(PP_EXACT, PP_ROUNDED_BF16, PP_BF16X2);
+    if (s->pool.layout.dtype != PP_F32) args->arithmetic = ONE_OF(PP_EXACT, PP_ROUNDED_BF16, PP_BF16X2);
 }
 
 typedef struct results {

@@ -50,7 +50,9 @@ static void check_scratch(void) {
             check_scratch_of(num_threads, (pp_dtype)dtype, (pp_dtype)dtype, 15, PP_EXACT);
         for (int32_t block_size = 16; block_size >= 15; block_size--)
             for (int arithmetic = PP_ROUNDED_BF16; arithmetic <= PP_BF16X2; arithmetic++)
-                check_scratch_of(num_threads, PP_BF16, PP_BF16, block_size, (pp_arithmetic)arithmetic);
+                for (int dtype = PP_F16; dtype <= PP_BF16; dtype++)
+                    check_scratch_of(num_threads, (pp_dtype)dtype, (pp_dtype)dtype, block_size,
+                                     (pp_arithmetic)arithmetic);
     }
     /* Threads without work get no scratch. */
     const size_t right = scratch_of(64, 1000, PP_F32, PP_F32, 16, PP_EXACT);

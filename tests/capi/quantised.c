@@ -313,7 +313,7 @@ static void check_refusals(void) {
             scenario_args(&s, 0, out, NULL, &args);
             args.arithmetic = PP_ROUNDED_BF16;
             memset(out, 0xff, sizeof out);
-            const int takes_it = dtype == PP_BF16 && v_dtype == PP_BF16;
+            const int takes_it = dtype == v_dtype && (dtype == PP_F16 || dtype == PP_BF16);
             CHECK(pp_decode(&args, 1) == (takes_it ? PP_OK : PP_INVALID_ARGUMENT));
             CHECK(takes_it || isnan(out[0]));
             const int64_t slot = 0;

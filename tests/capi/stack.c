@@ -49,6 +49,7 @@ int main(void) {
             check(block_size, v_in_k, PP_BF16, PP_EXACT);
             check(block_size, v_in_k, PP_BF16, PP_ROUNDED_BF16);
             check(block_size, v_in_k, PP_BF16, PP_BF16X2);
+            check(block_size, v_in_k, PP_F16, PP_BF16X2);
         }
     printf("ok %s\n", pp_isa());
     return 0;

@@ -16,6 +16,7 @@ SECONDS = 300
 STORE_BYTES = 64 << 20
 PARAMS = SamplingParams(16)
 IN_16_BIT = "bf16x2" if cpu_info()["tiles"] == "amx" else "exact"
+in_16_bit = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 def in_bf16(family="Llama"):
@@ -75,10 +76,11 @@ def test_a_runner_attends_in_the_arithmetic_that_it_names(monkeypatch):
     with_pages.close()
 
 
+@in_16_bit
 @pytest.mark.parametrize("family", each(["Llama", "DeepseekV3", "Gemma2"]))
-def test_logits_with_tiles_are_as_exact_as_those_of_exact_arithmetic(family):
+def test_logits_with_tiles_are_as_exact_as_those_of_exact_arithmetic(family, dtype):
     """Rounding between layers hides the error of products. It can change experts, so the median counts."""
-    model = in_bf16(family)
+    model = tiny_model(family).to(dtype)
     exact, tiles = logits_of("exact", model), logits_of("bf16x2", model)
     right = logits_of("exact", model.float())
     assert not torch.equal(exact, tiles)
@@ -86,9 +88,10 @@ def test_logits_with_tiles_are_as_exact_as_those_of_exact_arithmetic(family):
     assert errors[1] < 1.2 * errors[0]
 
 
+@in_16_bit
 @pytest.mark.parametrize("family", each(["Llama", "DeepseekV3"]))
-def test_tokens_with_tiles_do_not_depend_on_chunks_and_batches(family):
-    model = in_bf16(family)
+def test_tokens_with_tiles_do_not_depend_on_chunks_and_batches(family, dtype):
+    model = tiny_model(family).to(dtype)
     found = []
     for config in ({}, {"max_batch_tokens": 32, "max_prefill_tokens": 32}, {"max_batch_sequences": 1}):
         with_pages = ModelRunner(model, num_blocks=128, arithmetic="bf16x2")
@@ -111,7 +114,7 @@ def test_workers_of_another_arithmetic_have_another_identity(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arithmetic", "said"), [("bf16x2", "pages of bfloat16, not float32"), ("fp32", "'auto', not 'fp32'")]
+    ("arithmetic", "said"), [("bf16x2", "pages of bfloat16 or float16, not float32"), ("fp32", "'auto', not 'fp32'")]
 )
 def test_an_arithmetic_that_cannot_be_is_refused(arithmetic, said):
     with pytest.raises(ValueError, match=said):

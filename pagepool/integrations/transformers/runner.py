@@ -386,8 +386,8 @@ def chosen_arithmetic(arithmetic: str, dtype: Any, page_dtype: Any) -> str:
     if arithmetic == "auto":
         return auto_arithmetic(dtype, page_dtype)
     pages = dtype_name("dtype", page_dtype)
-    if arithmetic != "exact" and pages != "bfloat16":
-        raise ValueError(f"arithmetic {arithmetic!r} is for pages of bfloat16, not {pages}")
+    if arithmetic != "exact" and pages not in ("bfloat16", "float16"):
+        raise ValueError(f"arithmetic {arithmetic!r} is for pages of bfloat16 or float16, not {pages}")
     return arithmetic
 
 
