@@ -171,6 +171,7 @@ class Running:
 
         self._serve = ray_serve
         logging.getLogger("ray.serve").setLevel("ERROR")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, other work can keep workers from starting
         engine = {"num_blocks": 1024}
         self.front_end = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine=engine)
         self.wait(lambda: len(self.workers()) == 3)
