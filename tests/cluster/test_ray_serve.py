@@ -269,7 +269,12 @@ def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, n
         assert len(tokens) == NEW
         served.check(prompt, tokens)
     wait_until(lambda: not os.path.exists(f"/proc/{pid}"), 10)
-    wait_until(lambda: len(served.side(kind) - {victim}) == len(before))  # Ray has started a new one
+
+    def is_replaced():
+        workers = served.side(kind)
+        return len(workers) == len(before) and victim not in workers
+
+    wait_until(is_replaced)
 
 
 def test_a_request_id_is_answered_again_and_not_computed_again(served):
@@ -310,3 +315,18 @@ def test_a_front_end_that_is_killed_ends_its_connections_and_a_retry_is_answered
     stream(cut[0], [].extend, request_id=f"{id(burst)}-{cut[0]}")
     assert served.stats()["generated_tokens"] == before
     wait_until(served.is_idle)
+
+
+def test_a_proxy_that_gets_sigterm_refuses_each_request_until_serve_replaces_it(served):
+    """Until then it accepts requests, but the front end cannot read their bodies."""
+    proxy = process_of_serve(b"ProxyActor", served.handle.pid.remote().result(timeout_s=SECONDS))
+    os.kill(proxy, signal.SIGTERM)
+    end, statuses = time.monotonic() + SECONDS, []
+    while os.path.exists(f"/proc/{proxy}") or statuses[-1:] != [200]:
+        assert time.monotonic() < end, f"timeout: {statuses}"
+        try:
+            body = {"prompt": "x", "max_tokens": 1}
+            statuses.append(httpx.post(f"{URL}/v1/completions", json=body, timeout=15).status_code)
+        except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):  # the process ended
+            time.sleep(0.1)
+    assert set(statuses) <= {200, 404, 408}  # 404: the new proxy does not know the front end yet

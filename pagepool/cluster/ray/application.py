@@ -17,6 +17,7 @@ MAX_WORKERS = 64  # workers per side
 MANY = 10_000  # concurrent calls per replica; requests wait in the engine's scheduler and not in Serve
 # Serve restarts a replica after three health checks without an answer.
 HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
+PROXY_HEALTH = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}  # the same for the HTTP proxy; Serve's default is 10
 # Serve's default limit of 20 failed starts is kept. With a small limit, replicas that fail while a new controller takes
 # over are never restarted.
 LIFE = {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
@@ -99,7 +100,8 @@ def serve(
     folder = Path(model).resolve()
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: it has no config.json, so it holds no model")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for variable, value in {"RAY_USAGE_STATS_ENABLED": "0", **PROXY_HEALTH}.items():
+        os.environ.setdefault(variable, value)
     ray, ray_serve, config = import_module("ray"), import_module("ray.serve"), import_module("ray.serve.config")
     if prefill:
         import_module("pagepool.transfer.nixl").load_nixl()
