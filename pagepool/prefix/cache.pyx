@@ -250,7 +250,6 @@ cdef class PrefixCache:
                 root = cached.tree.roots.get(key)
                 if root is not None and row.shape[0]:
                     self.c_reserve_path(n + 1)
-                    cached.policy.c_reserve(n + 1)
                     num_full = cached.tree.c_walk(root, &row[0], n, True, self.path)
                     if in_part and num_full * self.block_size < row.shape[0]:
                         node = self.path[num_full - 1] if num_full else root
@@ -382,7 +381,6 @@ cdef class PrefixCache:
             try:
                 if n:
                     self.cached.tree.reserve(n + 1)
-                    self.cached.policy.c_reserve(n)
                     leading = self.cached.c_pass(self.cached.tree.root(key), &row[0], n)
                 self.looked_up += n
                 self.hits += leading
@@ -674,7 +672,6 @@ cdef class PrefixCache:
         try:
             self.c_reserve_path(2 * n)
             self.cached.tree.reserve(n + 1)
-            self.cached.policy.c_reserve(n)
             root = self.cached.tree.root(named_key)
             self.cached.tree.c_pin(root)
             try:

@@ -8,10 +8,6 @@ cdef class LruPolicy:
     cdef int64_t capacity  # maximum number of blocks of the cache
     cdef NodeList order  # every cached node that is not aside (see eviction.pxd); not used by subclasses
 
-    # Reserves room for n more calls of c_insert and c_touch, which then cannot fail. Invalidates pointers into the
-    # policy.
-    cdef int c_reserve(self, int64_t n) except -1
-
     # The interface of a policy, each function in amortised O(1). Nodes of a prefix are passed from head to tail.
 
     # The node got a block. It is new to the policy, or a ghost.

@@ -26,9 +26,6 @@ cdef class LruPolicy:
         self.capacity = capacity
         list_clear(&self.order)
 
-    cdef int c_reserve(self, int64_t n) except -1:
-        return 0
-
     cdef void c_insert(self, int32_t node) noexcept:
         list_push(&self.order, self.tree.nodes, node)
 
