@@ -34,7 +34,7 @@ static void step(void) {
 }
 
 #define PP_STEP() step()
-#include "os/os.h"
+#include "../../pagepool/csrc/os/os.h"
 
 /* Threads share one mapping: ThreadSanitizer compares addresses. */
 static unsigned char *common;
