@@ -121,6 +121,19 @@ def test_growth_takes_the_rest_of_the_budget_then_idle_blocks_of_other_pools_but
     assert grow(first, 1)
 
 
+def test_blocks_in_use_above_the_limit_count_when_the_pool_grows_again(name):
+    first, second = open_pool(name, "a"), open_pool(name, "b")
+    grow(first, MOST["a"])
+    held = first.allocator.allocate_n(first.num_blocks)
+    first.allocator.free(held[: len(held) // 2])
+    first.shrink(100)
+    grow(second, MOST["b"])
+    theirs = second.allocator.allocate_n(second.num_blocks)
+    second.allocator.free(theirs[-10:])
+    grow(first, MOST["a"])
+    assert BYTES - 2 * GRAIN < memory(first, second) <= BYTES
+
+
 def test_a_process_that_is_stopped_or_dead_cannot_keep_memory_that_it_does_not_use(name):
     def fill():
         pool = open_pool(name, "a")

@@ -109,8 +109,9 @@ int pp_shared_read_cost(int fd, char *budget, int64_t *bytes) {
     memcpy(budget, error ? "" : shape.budget, error ? 1 : sizeof shape.budget);
     if (error || pread(fd, &limit, sizeof limit, offsetof(pp_shared_header, limit)) != (ssize_t)sizeof limit) return 0;
     if (limit < 0 || limit > shape.num_blocks) return 0;
-    const int64_t cost = pp_shared_cost(shape.num_blocks, &shape.layout, limit);
-    if (cost > *bytes) *bytes = cost;
+    const size_t pages = parts_of(shape.num_blocks, shape.layout.block_size).pages;
+    const int64_t above = *bytes - (int64_t)round_up(pages + (size_t)(limit * shape.layout.block_bytes), 4096);
+    *bytes = pp_shared_cost(shape.num_blocks, &shape.layout, limit) + (above > 0 ? above : 0);
     return 0;
 }
 
