@@ -1,7 +1,8 @@
 """Keeping freed memory in the process, so that tensors of the next layer need no new pages from the kernel.
 
-A prompt's tensors have megabytes. By default glibc returns them to the kernel when a layer frees them, and the next
-layer's tensors cause page faults: 20,000 for 512 tokens of 33 million weights in float32, 12 % of the CPU time.
+A prompt's tensors have megabytes. glibc may return them to the kernel when a layer frees them, and the next layer's
+tensors then cause page faults: none to 21,000 for 512 tokens of 33 million weights in float32, depending on the heap.
+Without them, such a prompt takes 4 % less CPU time, the median of 15 alternating prompts on one thread of an AMD Zen 4.
 """
 
 from __future__ import annotations
