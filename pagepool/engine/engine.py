@@ -20,7 +20,6 @@ from pagepool.config import SchedulerConfig
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
 from pagepool.engine.logits import Logits
-from pagepool.engine.malloc import keep_freed_memory, return_freed_memory
 from pagepool.engine.memory import check_memory, pool_tokens, present
 from pagepool.engine.openmp import OpenmpWorkers
 from pagepool.engine.prompt_logprobs import PromptLogprobs
@@ -188,7 +187,6 @@ class Engine(Intake):
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._openmp = OpenmpWorkers(openmp)  # after the trial of the model
-        keep_freed_memory()
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
         atexit.register(self.close)  # the interpreter must not exit while the thread runs the model
         self._thread.start()
@@ -300,7 +298,6 @@ class Engine(Intake):
                 self.prefix_cache.flush(FLUSH_SECONDS)
             self.store.close()
         self.runner.close()
-        return_freed_memory()
 
     def __enter__(self) -> Engine:
         return self
