@@ -87,9 +87,9 @@ class MemoryBudget:
     >>> from pagepool import KvCachePool, KvLayout
     >>> budget = MemoryBudget("example", 64 << 20)
     >>> layout = KvLayout(num_layers=2, num_kv_heads=2, head_dim=64)
-    >>> pool = KvCachePool.from_layout(layout, 64, max_blocks=4096, shared="example", budget=budget)
+    >>> pool = KvCachePool.from_layout(layout, 64, max_blocks=2048, shared="example", budget=budget)
     >>> budget.pools(), budget.used <= budget.bytes
-    ({'example': 4194304}, True)
+    ({'example': 3145728}, True)
     >>> pool.close()
     >>> os.unlink("/dev/shm/pagepool-example")
     >>> os.unlink("/dev/shm/pagepool.budget-example")

@@ -127,7 +127,7 @@ def test_blocks_in_use_above_the_limit_count_when_the_pool_grows_again(name):
     held = first.allocator.allocate_n(first.num_blocks)
     first.allocator.free(held[: -7 * MIB // FIRST.block_bytes])  # an odd number of MiB: part of a grain is left
     first.shrink(100)
-    grow(second, MOST["b"])
+    grow(second, MOST["b"], takes=False)
     second.allocator.allocate_n(second.num_blocks)
     grow(first, MOST["a"])
     assert BYTES - 2 * GRAIN < memory(first, second) <= BYTES
