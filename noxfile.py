@@ -141,8 +141,8 @@ def test_build(session, variant, *arguments, command=(PY,), **env):
         )
 
 
-# Another build repeats the tests that its difference can make fail: those that run our C. The builds with sanitizers have
-# assertions too, so this one leaves out what san-python runs.
+# Another build repeats the tests that its difference can make fail: those that run our C. The builds with sanitizers
+# have assertions too, so this one leaves out what san-python runs.
 @nox.session(python=False)
 def debug(session):
     """Tests that run our C with assertions, besides those of san-python; warnings are errors."""
