@@ -40,7 +40,8 @@ static inline void tiles_begin(void) {
 }
 static inline void tiles_end(void) { __asm__ volatile("tilerelease"); }
 
-#define TILE_MEMORY(p) "m"(*(const char(*)[])(p))
+/* What a load may read, as an operand: more than any rows take, because clang needs a size. */
+#define TILE_MEMORY(p) "m"(*(const char(*)[1 << 20])(p))
 #define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t : :)
 #define tile_load(t, p, step) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((long)(step)), TILE_MEMORY(p))

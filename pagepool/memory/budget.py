@@ -48,10 +48,9 @@ def _open_pool(path: Path) -> int | None:
 class MemoryBudget:
     """A limit in bytes for the memory of several shared pools together, on one host.
 
-    Pools of different models and processes take their memory from one budget: `KvCachePool.from_layout(...,
-    budget=budget)`. A pool that needs more takes what the budget has left, then memory that other pools do not use:
-    free blocks, and cached blocks that no process holds. Their processes need not cooperate. Blocks in use are never
-    taken.
+    Pools of different models and processes take their memory from one budget: `KvCachePool.from_layout` has it as
+    `budget`. A pool that needs more takes what the budget has left, then memory that other pools do not use: free
+    blocks, and cached blocks that no process holds. Their processes need not cooperate. Blocks in use are never taken.
 
     Parameters
     ----------
