@@ -98,8 +98,6 @@ cdef class SharedPages:
     cdef int apply_limit(self, int32_t limit) except -1
     # The highest limit up to `wanted` that the budget has room for. Requires the lock of the budget.
     cdef int64_t reach(self, int64_t wanted, bint takes) except -1
-    # Bytes of memory that the file has.
-    cdef int64_t allocated(self) except -1
     # Frees the blocks of dead processes; returns the number of these processes.
     cdef int reap(self, pp_lock *lock) except -1
 

@@ -1,7 +1,6 @@
 """SharedPages: the view of a process into a pool that several processes share."""
 
 cimport cython
-from libc.errno cimport errno
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcmp, memcpy, memset, strcmp
@@ -158,12 +157,6 @@ cdef class SharedPages:
             reason = os.strerror(error)
             raise OSError(error, f"no memory for {limit} blocks of the shared pool {self.shared!r}: {reason}")
         return 0
-
-    cdef int64_t allocated(self) except -1:
-        cdef int64_t size = pp_shared_allocated(self.view.fd)
-        if size < 0:
-            raise OSError(errno, f"cannot read the size of the shared pool {self.shared!r}: {os.strerror(errno)}")
-        return size
 
     cdef int reap(self, pp_lock *lock) except -1:
         cdef int found
