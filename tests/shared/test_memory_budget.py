@@ -381,13 +381,16 @@ def run(scheduler, pool, prompt, count):
     return scheduler.drain_finished()[0]
 
 
-def test_running_requests_win_over_the_cached_blocks_of_another_model_and_lose_nothing(name):
+def open_both(name):
+    """Return the pools of two models under one budget, their caches and their schedulers."""
     opened = [open_pool(name, which) for which in "ab"]
     caches = [PrefixCache(pool.allocator) for pool in opened]
-    first, second = [
-        Scheduler(SchedulerConfig(max_batch_tokens=512), pool, cache)
-        for pool, cache in zip(opened, caches, strict=True)
-    ]
+    config = SchedulerConfig(max_batch_tokens=512)
+    return opened, caches, [Scheduler(config, pool, cache) for pool, cache in zip(opened, caches, strict=True)]
+
+
+def test_running_requests_win_over_the_cached_blocks_of_another_model_and_lose_nothing(name):
+    opened, caches, (first, second) = open_both(name)
     long, short = [5] * 16 * 2400, [6] * 32 * 300
     assert run(first, opened[0], long, 4).num_cached == 0
     assert (caches[0].num_cached, opened[0].num_blocks) == (2400, most_blocks("a"))
@@ -404,12 +407,7 @@ def test_running_requests_win_over_the_cached_blocks_of_another_model_and_lose_n
 
 
 def test_a_pool_evicts_its_own_cached_blocks_before_it_takes_those_of_others(name):
-    opened = [open_pool(name, which) for which in "ab"]
-    caches = [PrefixCache(pool.allocator) for pool in opened]
-    first, second = [
-        Scheduler(SchedulerConfig(max_batch_tokens=512), pool, cache)
-        for pool, cache in zip(opened, caches, strict=True)
-    ]
+    opened, caches, (first, second) = open_both(name)
     run(second, opened[1], [1] * 32 * 180, 1)
     theirs = caches[1].num_cached
     for prompt in range(8):
