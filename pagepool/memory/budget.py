@@ -129,9 +129,11 @@ class MemoryBudget:
         """Return a new descriptor of the file, which is made if it does not exist."""
         while (fd := files.open_private(self._path)) is None:
             fd = files.unnamed_file()
-            os.write(fd, b"pagepool budget 1\nbytes %d\n" % self.bytes)
-            files.publish(fd, self._path)
-            os.close(fd)
+            try:
+                os.write(fd, b"pagepool budget 1\nbytes %d\n" % self.bytes)
+                files.publish(fd, self._path)
+            finally:
+                os.close(fd)
         found = CONTENT.fullmatch(os.pread(fd, 100, 0))
         if found is None:
             os.close(fd)
@@ -175,14 +177,6 @@ class MemoryBudget:
             has = f"the memory budget {self.name!r} of {self.bytes} bytes has {room} left"
             raise OSError(errno.ENOSPC, f"the shared pool {pool!r} needs {wanted} bytes, {has}")
         return os.open(self._unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-
-    def _publish(self, fd: int, path: Path) -> bool:
-        """Give the file of `_new_file` the name of a pool. False if there is one. Requires the lock."""
-        try:
-            os.link(self._unfinished, path)
-        except FileExistsError:
-            return False
-        return True
 
     def _members(self) -> dict[str, tuple[int, int, int]]:
         """Return for each pool its bytes of the budget, its bytes of memory and its inode."""

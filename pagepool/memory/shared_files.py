@@ -73,9 +73,9 @@ def unnamed_file() -> int:
 
 
 def publish(fd: int, path: Path) -> bool:
-    """Give a file its name; return False if another process was faster."""
+    """Give a file a name; return False if another process was faster. The file may have another name or none."""
     try:
-        # With a src_dir_fd the system call follows the link, which leads to the file without a name.
+        # With a src_dir_fd the system call follows the link, which leads to the file.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except FileExistsError:
         return False

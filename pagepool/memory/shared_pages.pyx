@@ -205,8 +205,7 @@ cdef class SharedPages:
                         raise OSError(error, f"no room for {size} bytes of the shared pool {shared!r}: {reason}")
                     if not is_named and not error:
                         os.close(files.open_memfd(fd))  # seals it
-                    publish = files.publish if self.budget is None else self.budget._publish
-                    if is_new and not publish(fd, files.path_of(shared)):
+                    if is_new and not files.publish(fd, files.path_of(shared)):
                         os.close(fd)
                         continue
                 self.open(fd, shape)
