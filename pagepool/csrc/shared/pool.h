@@ -152,8 +152,8 @@ int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64
 /* Reads the shape of a pool.  EBADMSG: the file is not a pool of this version, or its sizes disagree. */
 int pp_shared_read(int fd, pp_shared_shape *shape);
 
-/* Reads the name of the memory budget of a file, and how many bytes the file takes of it: pp_shared_cost, and the memory
- * above the limit.  The name is "" if the file is not a pool. */
+/* Reads the name of the memory budget of a file, and how many bytes the file takes of it: pp_shared_cost, and the
+ * memory above the limit.  The name is "" if the file is not a pool. */
 int pp_shared_read_cost(int fd, char *budget, int64_t *bytes);
 
 /* Attaches: maps the file, takes a slot and sweeps dead processes.  The shape must be one that pp_shared_read returned.
