@@ -15,11 +15,10 @@ from time import monotonic, sleep
 from pagepool._arguments import integer, wrong
 from pagepool.errors import PoolError, refuse_copy
 from pagepool.memory import shared_files as files
-from pagepool.memory.shared_pages import cost_of, reclaim
+from pagepool.memory.shared_pages import GRAIN, cost_of, reclaim
 
 __all__ = ["MemoryBudget"]
 
-GRAIN = 2 << 20  # bytes of a huge page: what a pool may allocate is counted in these
 FRACTION = 64  # a pool grows by this part of the budget, so that it seldom needs the lock
 CONTENT = re.compile(rb"pagepool budget 1\nbytes (\d{1,18})\n")
 PATIENCE = 10.0  # seconds until a call fails because another process has the lock

@@ -23,7 +23,12 @@ cdef extern from "errno.h" nogil:
         EUSERS
 
 
-cdef int64_t GRAIN = 2 << 20  # bytes of a huge page: a pool may have memory in these
+cdef extern from "os/os.h" nogil:
+    enum:
+        PP_OS_HUGE_PAGE
+
+
+GRAIN = PP_OS_HUGE_PAGE  # bytes of a huge page: what a pool may allocate is counted in these
 
 
 cdef list numbers_of(const pp_kv_layout *layout):
@@ -49,7 +54,7 @@ cdef tuple order_of(const pp_kv_layout *layout):
 
 
 cdef int64_t round_up(int64_t num_bytes) noexcept:
-    return (num_bytes + GRAIN - 1) // GRAIN * GRAIN
+    return (num_bytes + PP_OS_HUGE_PAGE - 1) // PP_OS_HUGE_PAGE * PP_OS_HUGE_PAGE
 
 
 def cost_of(int fd):
