@@ -11,6 +11,7 @@ rollbacks are known without any implementation.
 
 import argparse
 import ctypes
+import os
 import random
 import sys
 import time
@@ -22,6 +23,7 @@ import model_cache
 import model_hybrid
 from model_world import Divergence
 
+import pagepool
 from pagepool import PoolError
 
 STEPS_PER_WORLD = 4000
@@ -89,7 +91,8 @@ class Failing:
         shim = ctypes.CDLL(None)
         self.countdown = ctypes.c_long.in_dll(shim, "failing_countdown")
         self.failed = 0
-        ours = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "/pagepool/" in line]
+        folder = f"{Path(pagepool.__file__).parent}{os.sep}"  # not any folder of this name: NumPy can be below it
+        ours = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
         borders = [int(border, 16) for fields in ours if "x" in fields[1] for border in fields[0].split("-")]
         (ctypes.c_size_t * len(borders)).in_dll(shim, "failing_ranges")[:] = borders
         ctypes.c_long.in_dll(shim, "failing_num_ranges").value = len(borders) // 2
