@@ -94,11 +94,24 @@ PP_INLINE const tile_item *queries_at(const tile_call *call, const tile_item *q,
     return q + (part * call->steps + step) * PP_SQUARE;
 }
 
+/* Copies a query in bf16.  Dims after the last one are zeros. */
+static inline void copy_query(const tile_call *call, const unsigned char *q, tile_item *to) {
+    int i = 0;
+    for (; i < call->head_dim / 32; i++) memcpy(to + i * PP_SQUARE, q + 64 * i, 64);
+    if (i == call->steps) return;
+    memset(to + i * PP_SQUARE, 0, 64);
+    memcpy(to + i * PP_SQUARE, q + 64 * i, (size_t)(call->head_dim - 32 * i) * 2);
+}
+
 /* Splits the queries of the job's rows into parts at `to`.  Dims after the last one are zeros. */
 static void cut_queries(const tile_job *job, int32_t q_dtype, float *widened, tile_item *to) {
     const tile_call *call = job->call;
     const int64_t step = (int64_t)call->steps * PP_SQUARE;
     for (int r = 0; r < job->rows; r++) {
+        if (sizeof(tile_item) == 2 && q_dtype == PP_BF16) { /* they are items already, in one part */
+            copy_query(call, job->row[r].q, to + r * 32);
+            continue;
+        }
         const float *q = row_in_f32(q_dtype, job->row[r].q, widened, call->head_dim);
         for (int i = 0; i < call->steps; i++) {
             const int dims = call->head_dim - 32 * i < 32 ? call->head_dim - 32 * i : 32;
@@ -189,12 +202,9 @@ typedef struct tile_softmax {
     pp_v sum[PP_GROUP / PP_LANES];
 } tile_softmax;
 
-/* Converts the scores of a tile to weights, in PARTS parts. */
-PP_INLINE void weigh_tile(const int PARTS, tile_softmax *x, int t) {
-    const tile_job *job = x->job;
-    tile_item *p = job->to->p[0][t] + x->row * 32;
-    float *s = job->to->s + x->row * PP_SCORE_STEP + t * PP_TILE;
-    const pp_v factor = v_set1(job->call->factor), shift = v_set1(-x->m);
+/* Converts the 32 scores at `s` to weights, and adds these to 16 running sums.  Weights are stored in PARTS parts at
+ * `p`, and also in place of the scores if the call keeps them. */
+PP_INLINE void weigh_tile(const int PARTS, float *s, tile_item *p, pp_v factor, pp_v shift, int keeps, pp_v *sum) {
     pp_v weights[PP_TILE / PP_LANES];
     PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
         weights[j] = v_exp2(v_fma(v_load(s + j * PP_LANES), factor, shift));
@@ -202,39 +212,50 @@ PP_INLINE void weigh_tile(const int PARTS, tile_softmax *x, int t) {
     /* Adds the rounded weights, as they are multiplied with V.  With the sum of the unrounded weights the error is up
      * to twice as large if a few tokens have nearly all weight. */
     PP_UNROLL for (int part = PARTS - 1; part >= 0; part--)
-        add_rounded_weights(p + part * PP_SQUARES * PP_SQUARE, x->sum);
-    if (job->call->keeps_weights) {
-        if (PARTS == 1)
-            for (int i = 0; i < PP_TILE; i++) s[i] = item_value(p[i]);
-        else
-            PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) v_store(s + j * PP_LANES, weights[j]);
-    }
+        add_rounded_weights(p + part * PP_SQUARES * PP_SQUARE, sum);
+    if (!keeps) return;
+    if (PARTS == 1)
+        for (int i = 0; i < PP_TILE; i++) s[i] = item_value(p[i]);
+    else
+        PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) v_store(s + j * PP_LANES, weights[j]);
 }
 
-/* Computes the weights of the next `TILES` tiles of a row, or of the remaining ones.  Before the first tile of a row it
+/* Computes the weights of the next TILES tiles of a row, or of the remaining ones.  Before the first tile of a row it
  * determines the shift. */
 PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
     const tile_job *job = x->job;
-    const int r = x->row;
+    const int r = x->row, keeps = job->call->keeps_weights;
+    float *s = job->to->s + r * PP_SCORE_STEP;
+    tile_item *p = job->to->p[0][0] + r * 32;
     if (x->tile == job->first) {
-        const float *s = job->to->s + r * PP_SCORE_STEP;
         if (job->call->bends || !job->whole_panel) bend_row(job, r);
-        pp_v highest = v_set1(-INFINITY);
-        for (int t = job->first * PP_TILE; t < job->end * PP_TILE; t += PP_LANES)
-            highest = v_max(v_load(s + t), highest); /* ignores NaN */
-        const float m = v_highest(highest) * job->call->factor;
+        pp_v highest[PP_TILE / PP_LANES];
+        PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) highest[j] = v_set1(-INFINITY);
+        for (int t = job->first; t < job->end; t++)
+            PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
+                highest[j] = v_max(v_load(s + t * PP_TILE + j * PP_LANES), highest[j]); /* ignores NaN */
+        for (int j = 1; j < PP_TILE / PP_LANES; j++) highest[0] = v_max(highest[j], highest[0]);
+        const float m = v_highest(highest[0]) * job->call->factor;
         x->m = m > -FLT_MAX ? m : -FLT_MAX; /* -inf - (-inf) is NaN */
         for (int j = 0; j < PP_GROUP / PP_LANES; j++) x->sum[j] = v_set1(0.0f);
     }
-    const int end = x->tile + TILES < job->end ? x->tile + TILES : job->end;
-    for (int t = x->tile; t < end; t++) weigh_tile(PARTS, x, t);
+    const int from = x->tile, end = from + TILES < job->end ? from + TILES : job->end;
+    const pp_v factor = v_set1(job->call->factor), shift = v_set1(-x->m);
+    pp_v sum[PP_GROUP / PP_LANES];
+    PP_UNROLL for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = x->sum[j];
+    if (!keeps && end - from == TILES)
+        PP_UNROLL for (int i = 0; i < TILES; i++)
+            weigh_tile(PARTS, s + (from + i) * PP_TILE, p + (from + i) * PP_SQUARE, factor, shift, 0, sum);
+    else
+        for (int t = from; t < end; t++) weigh_tile(PARTS, s + t * PP_TILE, p + t * PP_SQUARE, factor, shift, keeps, sum);
     x->tile = end;
     if (end == job->end) {
         job->to->m[r] = x->m;
-        job->to->total[r] = tree_sum(x->sum);
+        job->to->total[r] = tree_sum(sum);
         x->row++;
         x->tile = job->first;
-    }
+    } else
+        PP_UNROLL for (int j = 0; j < PP_GROUP / PP_LANES; j++) x->sum[j] = sum[j];
 }
 
 /* The softmax of all rows, at once. */
@@ -247,26 +268,25 @@ static __attribute__((noinline)) void softmax_of_job(const tile_job *job) {
             softmax_item(2, PP_SQUARES, &x);
 }
 
-/* Replaces -0 by 0, because the sign of a zero after underflow can depend on masked tokens. */
-static void clear_zeros(const tile_job *job) {
-    const int64_t all = (int64_t)job->rows * job->call->v_squares * 32;
-    for (int64_t i = 0; i < all; i += PP_LANES) v_store(job->sums + i, v_add(v_load(job->sums + i), v_set1(0.0f)));
+/* Copies a row of sums.  Replaces -0 by 0, because the sign of a zero after underflow can depend on masked tokens. */
+PP_INLINE void copy_sums(const float *from, float *to, int64_t width) {
+    for (int64_t d = 0; d < width; d += PP_LANES) v_store(to + d, v_add(v_load(from + d), v_set1(0.0f)));
 }
 
 /* Merges the job's result with the result of the chunks before, for each row. */
 static void merge_job(const tile_job *job, pp_running *running, float *rows, int64_t row_stride) {
     const int64_t width = row_stride - PP_GROUP, sums_step = job->call->v_squares * 32;
-    clear_zeros(job);
     for (int r = 0; r < job->rows; r++) {
-        const float *sums = job->sums + r * sums_step, total = job->to->total[r], m = job->to->m[r];
-        float *row = rows + r * row_stride;
+        float *sums = job->sums + r * sums_step, *row = rows + r * row_stride;
+        const float total = job->to->total[r], m = job->to->m[r];
         if (!job->whole_panel && !sees_job(job, r)) continue;
         if (!running[r].some) {
             running[r] = (pp_running){.m = m, .total = total, .some = 1};
-            memcpy(row, sums, (size_t)width * sizeof(float));
+            copy_sums(sums, row, width);
             continue;
         }
         merged_row merged = {.total = v_set1(running[r].total), .m = running[r].m, .sum = row};
+        copy_sums(sums, sums, width);
         merge_record(&merged, row, sums, total, m, width);
         running[r].m = merged.m;
         running[r].total = v_first(merged.total);
@@ -276,13 +296,12 @@ static void merge_job(const tile_job *job, pp_running *running, float *rows, int
 /* Stores the job's result in the records of its rows. */
 static void record_job(const tile_job *job, int64_t row_stride) {
     const int64_t width = row_stride - PP_GROUP, sums_step = job->call->v_squares * 32;
-    if (job->first < job->end) clear_zeros(job);
     for (int r = 0; r < job->rows; r++) {
         const pp_row *row = &job->row[r];
         const int sees = job->first < job->end && sees_job(job, r);
         if (row->seen) *row->seen = sees ? 1.0f : 0.0f;
         if (!sees) continue;
-        memcpy(row->sums, job->sums + r * sums_step, (size_t)width * sizeof(float));
+        copy_sums(job->sums + r * sums_step, row->sums, width);
         row->sums[width] = job->to->total[r];
         *row->m = job->to->m[r];
     }
@@ -292,14 +311,18 @@ static void record_job(const tile_job *job, int64_t row_stride) {
 static void list_job_rows(const pp_query_block *work, int32_t first, tile_job *job) {
     const int32_t group_size = work->chunk.group_size;
     const int32_t all = (work->query_end - work->query_begin) * group_size;
+    const int32_t begin = work->query_begin * group_size + first;
+    int32_t query = begin / group_size, of_group = begin % group_size;
     job->rows = all - first < PP_ROWS ? all - first : PP_ROWS;
     for (int r = 0; r < job->rows; r++) {
-        const int32_t row = work->query_begin * group_size + first + r, query = row / group_size;
-        const int64_t head = (int64_t)work->kv_head * group_size + row % group_size;
+        const int64_t head = (int64_t)work->kv_head * group_size + of_group;
         job->row[r] = (pp_row){.view = &work->chunk.view,
                                .query = query,
-                               .row = row,
+                               .row = begin + r,
                                .q = pp_query_at(&work->queries, query, head)};
+        if (++of_group < group_size) continue;
+        of_group = 0;
+        query++;
     }
 }
 
