@@ -44,7 +44,7 @@ pp_status pp_add_sequence(const pp_decode_args *args, int32_t seq_len, int64_t q
     all->products += (double)(seen.end_block - seen.first_block) * args->pool->layout.block_size *
                      (args->pool->layout.head_dim + args->pool->layout.v_head_dim) *
                      (double)(rows > fetching ? rows : fetching);
-    if (takes_prefill(args, queries)) {
+    if (takes_prefill(args, seq_len, queries)) {
         all->num_prefilled += num_queries;
         return PP_OK;
     }

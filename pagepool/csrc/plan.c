@@ -198,12 +198,13 @@ pp_status pp_decode(const pp_decode_args *args, int num_threads) {
     pp_decode_args own = *args;
     pp_decode_plan plan;
     pp_measures all;
-    pp_status status = pp_measure(&own, &all);
-    if (status != PP_OK) return status;
-    if (num_threads > 1 + all.products / PRODUCTS_PER_THREAD)
-        num_threads = (int)(1 + all.products / PRODUCTS_PER_THREAD);
     own.num_threads = num_threads;
-    status = pp_cut(&own, &all);
+    pp_status status = pp_measure(&own, &all);
+    if (status == PP_OK && num_threads > 1 + all.products / PRODUCTS_PER_THREAD) {
+        own.num_threads = num_threads = (int)(1 + all.products / PRODUCTS_PER_THREAD);
+        status = pp_measure(&own, &all); /* threads decide which sequences are cut into chunks */
+    }
+    if (status == PP_OK) status = pp_cut(&own, &all);
     if (status != PP_OK) return status;
     void *workspace = pp_workspace_borrow(all.bytes);
     if (!workspace) return PP_NO_MEMORY;

@@ -59,9 +59,16 @@ static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
 }
 
 /* Whether a sequence is cut into blocks of query tokens, which write results and no records.  False if weights of
- * blocks are requested, because they are known only when all chunks are done. */
-static inline int takes_prefill(const pp_decode_args *args, int64_t num_queries) {
-    const int64_t group_size = args->num_qo_heads / args->pool->layout.num_kv_heads;
+ * blocks are requested, because they are known only when all chunks are done.
+ *
+ * A single query token is a block if its rows fill tiles and threads get several sequences each: records of a latent
+ * cache with 128 query heads are half as large as its K.  A long sequence stays cut into chunks for all threads. */
+enum { DECODE_ROWS = 64, DECODE_CHUNKS = 8, DECODE_UNITS = 4 };
+static inline int takes_prefill(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
+    const int64_t heads = args->pool->layout.num_kv_heads, group_size = args->num_qo_heads / heads;
+    if (num_queries == 1)
+        return way_of(args) == PP_WAY_TILES && group_size >= DECODE_ROWS && seq_len <= DECODE_CHUNKS * PP_CHUNK &&
+               args->num_seqs * heads >= (int64_t)DECODE_UNITS * args->num_threads && !args->block_scores;
     return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;
 }
 
@@ -69,7 +76,7 @@ static inline int takes_prefill(const pp_decode_args *args, int64_t num_queries)
  * requested, because they are added up chunk by chunk. */
 static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
     return seq_len >= PP_CHUNK && num_queries > 0 && !args->block_scores && !args->no_cascade &&
-           !takes_prefill(args, num_queries);
+           !takes_prefill(args, seq_len, num_queries);
 }
 
 /* Bytes of scratch for two groups of one head, if the kernel reorders them before it reads them: K and V of plain
@@ -110,7 +117,7 @@ static inline int32_t parts_of(const pp_decode_args *args, int32_t head_rows) {
 
 /* Blocks of query tokens of a sequence that is cut into these, or 0. */
 static inline int64_t blocks_of(const pp_decode_plan *plan, int32_t s) {
-    if (!plan->block_queries || !takes_prefill(&plan->args, queries_of(plan, s))) return 0;
+    if (!plan->block_queries || !takes_prefill(&plan->args, plan->seq_lens[s], queries_of(plan, s))) return 0;
     return ceil_div(queries_of(plan, s), plan->block_queries);
 }
 

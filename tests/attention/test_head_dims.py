@@ -112,6 +112,20 @@ def test_all_query_heads_of_a_large_latent_model(dtype):
     assert_close(case.decode(return_lse=True, sm_scale=192**-0.5), attention_f64(case, 192**-0.5))
 
 
+@pytest.mark.parametrize("arithmetic", ["bf16", "bf16x2"])
+def test_a_latent_model_has_the_same_bits_in_any_batch(arithmetic):
+    """Several short sequences per thread are computed without records, long ones and single ones by chunks."""
+    layout = KvLayout(1, 1, 576, 64, "bfloat16", v_head_dim=512, v_in_k=True)
+    case = make_case(layout, 128, [700, 0, 33, 513, 4100])
+    sinks = variants(128)[1]
+    for options in ({}, {"window_left": 519, "sinks": sinks}):
+        options |= {"arithmetic": arithmetic, "return_lse": True}
+        out, lse = case.decode(num_threads=1, **options)
+        assert_same_bits(case.decode(num_threads=2, **options), (out, lse))
+        for row in range(5):
+            assert_same_bits(case.rows([row]).decode(**options), (out[[row]], lse[[row]]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_with_every_variant(shape, dtype):
     case = make_case(layout_of(shape, dtype), 3, [0, 70, 600])
