@@ -1,4 +1,4 @@
-/* simd_tiles.h: AMX tile operations: 8 tiles, 0 to 7, of 16 rows of 64 bytes.
+/* simd_tiles.h: AMX tile operations: 8 tiles, 0 to 7, of up to 16 rows of 64 bytes.
  *
  *   default             AMX's instructions
  *   PP_TILES_PORTABLE   plain C with the same bits on every CPU: for tests without AMX, and for sanitizers, which do
@@ -16,7 +16,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES, NUM_TILES = 8 };
+enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES, NUM_TILES = 8, LAST_OF_ROWS = 4 };
 
 #ifndef PP_TILES_PORTABLE
 
@@ -29,12 +29,14 @@ typedef struct tile_config {
 _Static_assert(sizeof(tile_config) == 64, "as LDTILECFG reads it");
 
 /* Tiles may be used between tiles_begin, which takes 50 ns, and tiles_end.  Code in between must not call functions
- * that may use tiles.  While tiles are in use, a context switch saves 8 KB more. */
-static inline void tiles_begin(void) {
+ * that may use tiles.  While tiles are in use, a context switch saves 8 KB more.
+ *
+ * Tiles 0 to 4 have `rows` rows, tiles 5 to 7 have 16.  A product of 4 rows takes 0.6 of the time of 16 rows. */
+static inline void tiles_begin(int rows) {
     tile_config config = {.palette = 1};
     for (int i = 0; i < NUM_TILES; i++) {
         config.row_bytes[i] = TILE_ROW_BYTES;
-        config.rows[i] = TILE_ROWS;
+        config.rows[i] = (uint8_t)(i <= LAST_OF_ROWS ? rows : TILE_ROWS);
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
@@ -61,16 +63,20 @@ typedef union tile_data {
     float numbers[TILE_ROWS][16];
 } tile_data;
 static _Thread_local tile_data tiles[NUM_TILES];
+static _Thread_local int rows_of_tile[NUM_TILES];
 
-static inline void tiles_begin(void) { memset(tiles, 0, sizeof tiles); }
+static inline void tiles_begin(int rows) {
+    memset(tiles, 0, sizeof tiles);
+    for (int i = 0; i < NUM_TILES; i++) rows_of_tile[i] = i <= LAST_OF_ROWS ? rows : TILE_ROWS;
+}
 static inline void tiles_end(void) { memset(tiles, 0xff, sizeof tiles); /* later use gives NaN */ }
 static inline void tile_zero(int t) { memset(&tiles[t], 0, sizeof tiles[t]); }
 static __attribute__((noinline)) void tile_load(int t, const void *p, long step) {
-    for (int r = 0; r < TILE_ROWS; r++) memcpy(tiles[t].rows[r], (const char *)p + r * step, TILE_ROW_BYTES);
+    for (int r = 0; r < rows_of_tile[t]; r++) memcpy(tiles[t].rows[r], (const char *)p + r * step, TILE_ROW_BYTES);
 }
 static inline void tile_stream(int t, const void *p, long step) { tile_load(t, p, step); }
 static __attribute__((noinline)) void tile_store(int t, void *p, long step) {
-    for (int r = 0; r < TILE_ROWS; r++) memcpy((char *)p + r * step, tiles[t].rows[r], TILE_ROW_BYTES);
+    for (int r = 0; r < rows_of_tile[t]; r++) memcpy((char *)p + r * step, tiles[t].rows[r], TILE_ROW_BYTES);
 }
 
 static inline float tile_number(uint32_t bits) {
@@ -88,7 +94,7 @@ static inline float tile_fma(float a, float b, float c) {
     return fabs(sum) < 0x1p-126 - 0x1p-151 ? copysignf(0.0f, (float)sum) : fmaf(x, y, z);
 }
 static __attribute__((noinline)) void tile_dot(int c, int a, int b) {
-    for (int m = 0; m < TILE_ROWS; m++)
+    for (int m = 0; m < rows_of_tile[c]; m++)
         for (int n = 0; n < 16; n++) {
             float first = 0.0f, second = 0.0f;
             for (int k = 0; k < 16; k++) {

@@ -18,6 +18,7 @@ typedef struct amx_chunk {
     const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups as in list_groups; v until the next read */
     unsigned char *v_tiles; /* [parts][v_squares][tiles of tokens][2][1 KB] */
     unsigned char *k_tail;  /* [parts][groups][1 KB]: the last dims, if they are fewer than 32 */
+    int v_in_k;             /* V is read from K: v is not set */
     int not_finite;         /* V has a NaN or an infinity */
 } amx_chunk;
 
@@ -38,12 +39,28 @@ typedef struct amx_run {
     tile_buffers under_way[2]; /* alternate: scores of one job are written while weights of another are read */
 } amx_run;
 
+/* Decode of up to 16 rows per head: memory bandwidth is the limit.  Each line is prefetched into L1 a little before it is
+ * read.  On Granite Rapids, S1 took 1.1 times as long with prefetches into L2 in addition, and 1.3 times without any.  K
+ * and V are read four groups at a time, because the hardware prefetchers follow several pages at once.  A unit is 1 KB
+ * of each of four groups. */
+enum { AHEAD_UNITS = 3, MOST_UNITS = (PP_CHUNK_GROUPS / 4) * (PP_MAX_HEAD_DIM / 32) * 2 };
+
+/* The units of a head in the order in which they are read, then some of the next head. */
+typedef struct amx_units {
+    int next, count;
+    struct {
+        const unsigned char *const *groups; /* four */
+        int64_t offset;
+    } at[MOST_UNITS];
+} amx_units;
+
 typedef struct amx_scratch {
     amx_run *run;
     tile_item *q;
     float *sums, *apart, *widened, *rows;
     pp_running *running;
     unsigned char *groups, *v[NUM_JOBS], *k_tail[NUM_JOBS];
+    amx_units *units;
 } amx_scratch;
 
 static int64_t lay_out_amx(const pp_kv_layout *layout, int q_parts, int32_t rows, unsigned char *memory,
@@ -52,6 +69,7 @@ static int64_t lay_out_amx(const pp_kv_layout *layout, int q_parts, int32_t rows
     const int64_t padded = (rows + PP_ROWS - 1) / PP_ROWS * PP_ROWS, item = sizeof(float);
     const int64_t steps = (layout->head_dim + 31) / 32, v_dims = (layout->v_head_dim + 31) / 32 * 32;
     *scratch = (amx_scratch){.run = carve(memory, &at, sizeof(amx_run))};
+    scratch->units = carve(memory, &at, sizeof(amx_units));
     scratch->q = carve(memory, &at, padded * q_parts * steps * 32 * (int64_t)sizeof(tile_item));
     scratch->sums = carve(memory, &at, PP_ROWS * v_dims * item);
     scratch->apart = carve(memory, &at, PP_ROWS * v_dims * item);
@@ -84,30 +102,98 @@ PP_INLINE unsigned char *k_tail_at(const amx_chunk *chunk, int other, int group)
     return chunk->k_tail + (int64_t)(other * PP_CHUNK_GROUPS + group) * TILE_BYTES;
 }
 
-/* Copies V of token tile t into tiles.  Tokens that are not in `seen` become zeros. */
-static void copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int t, uint32_t seen) {
-    for (int other = 0; other < call->page_parts; other++)
-        for (int d = 0; d < call->v_squares; d++)
-            copy_v(call->v_head_dim, d, chunk->v + 2 * t, other * call->v_step, seen,
-                   v_tile_at(call, chunk, other, d, t), TILE_ROW_BYTES, TILE_BYTES);
+/* Copies V of 16 tokens, 16 dims from dim `from` on, out of K into 8 rows of a tile.  In K a word has two dims of a
+ * token, in V two tokens of a dim.  Tokens that are not in `seen` become zeros.  Returns 1 if V is not finite. */
+PP_INLINE int turn_v(int v_head_dim, const unsigned char *k, int from, uint32_t seen, unsigned char *to) {
+    const __m512i exponents = _mm512_set1_epi16(0x7f80);
+    const __m512i halves = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
+    __mmask32 found = 0;
+    pp_v a[8];
+    PP_UNROLL for (int i = 0; i < 8; i++) {
+        const int pair = from / 2 + i;
+        const __m512i words = _mm512_maskz_loadu_epi32((__mmask16)(2 * pair < v_head_dim ? seen : 0), k + pair * 64);
+        found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponents), exponents);
+        a[i] = _mm512_castsi512_ps(_mm512_shuffle_epi8(words, halves));
+    }
+    v_transpose_pairs(a);
+    PP_UNROLL for (int i = 0; i < 8; i++) _mm512_storeu_ps((float *)(to + i * TILE_ROW_BYTES), a[i]);
+    return found != 0;
 }
 
-/* Prepares K and V of a chunk as tiles.  Tile 0 begins at token `begin`. */
-static void read_chunk_amx(const tile_call *call, const pp_chunk *from, int32_t head, int64_t begin,
-                           unsigned char *groups, amx_chunk *chunk) {
-    const int count = list_groups(call, from, head, groups, chunk->k, chunk->v), tail = call->head_dim % 32;
+/* Copies 64 bytes, and returns 1 if one of the numbers is not finite. */
+PP_INLINE int copy_line(const unsigned char *from, unsigned char *to) {
+    const __m512i exponents = _mm512_set1_epi16(0x7f80), words = _mm512_loadu_si512(from);
+    _mm512_storeu_si512(to, words);
+    return _mm512_cmpeq_epi16_mask(_mm512_and_si512(words, exponents), exponents) != 0;
+}
+
+/* Copies V of token tile t, 32 dims from 32 d on, into two tiles.  Tokens that are not in `seen` become zeros.  Returns
+ * 1 if V is not finite. */
+PP_INLINE int copy_v_square(const tile_call *call, const amx_chunk *chunk, int t, int d, uint32_t seen,
+                            unsigned char *to) {
+    int not_finite = 0;
+    if (chunk->v_in_k) {
+        for (int g = 0; g < 2; g++)
+            for (int j = 0; j < 2; j++)
+                not_finite |= turn_v(call->v_head_dim, chunk->k[2 * t + g], 32 * d + 16 * j, seen >> 16 * g & 0xffffu,
+                                     to + j * TILE_BYTES + g * TILE_BYTES / 2);
+        return not_finite;
+    }
+    if (seen == ALL_SEEN && call->v_head_dim - 32 * d / PP_V_RUN * PP_V_RUN >= PP_V_RUN) {
+        for (int pair = 0; pair < 16; pair++)
+            PP_UNROLL for (int j = 0; j < 2; j++)
+                not_finite |= copy_line(chunk->v[2 * t + pair / 8] + 32 * d / PP_V_RUN * PP_V_RUN * PP_GROUP * 2 +
+                                            pair % 8 * PP_V_RUN * 4 + 32 * d % PP_V_RUN * 4 + j * 64,
+                                        to + j * TILE_BYTES + pair * TILE_ROW_BYTES);
+        return not_finite;
+    }
+    copy_v(call->v_head_dim, d, chunk->v + 2 * t, 0, seen, to, TILE_ROW_BYTES, TILE_BYTES);
+    return some_not_finite(to, 2 * TILE_BYTES);
+}
+
+/* Copies V of token tile t into tiles.  Tokens that are not in `seen` become zeros.  Returns 1 if V is not finite. */
+static int copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int t, uint32_t seen) {
+    int not_finite = 0;
+    for (int d = 0; d < call->v_squares; d++) {
+        not_finite |= copy_v_square(call, chunk, t, d, seen, v_tile_at(call, chunk, 0, d, t));
+        for (int other = 1; other < call->page_parts; other++)
+            copy_v(call->v_head_dim, d, chunk->v + 2 * t, other * call->v_step, seen,
+                   v_tile_at(call, chunk, other, d, t), TILE_ROW_BYTES, TILE_BYTES);
+    }
+    return not_finite;
+}
+
+/* Lists the groups of a chunk, and copies the last dims of K if they are fewer than 32.  Returns the number of groups. */
+static int list_groups_amx(const tile_call *call, const pp_chunk *from, int32_t head, unsigned char *groups,
+                           amx_chunk *chunk) {
+    const pp_kv_layout *layout = &from->pool->layout;
+    const int tail = call->head_dim % 32;
+    int count;
+    chunk->v_in_k = layout->v_in_k && layout->tiled && layout->dtype == PP_BF16;
+    if (chunk->v_in_k) {
+        const int64_t begin = from->first / PP_TILE * PP_TILE;
+        count = (int)((from->end - begin + PP_TILE - 1) / PP_TILE) * 2;
+        pp_list_groups(from, from->end, chunk->k);
+        for (int i = 0; i < count + 2; i++) chunk->k[i] += head * layout->head_bytes;
+    } else
+        count = list_groups(call, from, head, groups, chunk->k, chunk->v);
     for (int i = 0; tail && i < call->page_parts * count; i++) {
         const int other = i / count, g = i % count;
         const unsigned char *last = chunk->k[g] + other * call->k_step + call->head_dim / 32 * PP_K_TILE;
         memset(k_tail_at(chunk, other, g), 0, TILE_BYTES);
         memcpy(k_tail_at(chunk, other, g), last, (size_t)tail / 2 * TILE_ROW_BYTES);
     }
+    return count;
+}
+
+/* Prepares K and V of a chunk as tiles.  Tile 0 begins at token `begin`. */
+static void read_chunk_amx(const tile_call *call, const pp_chunk *from, int32_t head, int64_t begin,
+                           unsigned char *groups, amx_chunk *chunk) {
+    const int count = list_groups_amx(call, from, head, groups, chunk);
     chunk->not_finite = 0;
     for (int t = 0; 2 * t < count; t++) {
         const int64_t at = begin + t * PP_TILE;
-        copy_v_into_tiles(call, chunk, t, pp_bits_between(from->first - at, from->end - at));
-        for (int d = 0; d < call->v_squares; d++)
-            chunk->not_finite |= some_not_finite(v_tile_at(call, chunk, 0, d, t), 2 * TILE_BYTES);
+        chunk->not_finite |= copy_v_into_tiles(call, chunk, t, pp_bits_between(from->first - at, from->end - at));
     }
 }
 
@@ -143,6 +229,17 @@ PP_INLINE void square_store(float *to, int64_t step, int two) {
     if (!two) return;
     tile_store(2, to + 16 * step, 4 * step);
     tile_store(3, to + 16 * step + 16, 4 * step);
+}
+
+/* Stores two tiles side by side: 0 and 1, or 2 and 3. */
+PP_INLINE void tile_store_pair(const int PAIR, float *to, int64_t step) {
+    if (PAIR == 0) {
+        tile_store(0, to, 4 * step);
+        tile_store(1, to + 16, 4 * step);
+    } else {
+        tile_store(2, to, 4 * step);
+        tile_store(3, to + 16, 4 * step);
+    }
 }
 
 /* Scores of 32 tokens. */
@@ -300,7 +397,7 @@ static amx_job *next_job(amx_run *run, const amx_scratch *scratch, const amx_chu
     return a;
 }
 
-static amx_run *begin_run(const pp_chunk *chunk, int32_t kv_head, amx_scratch *scratch) {
+static amx_run *begin_run(const pp_chunk *chunk, int32_t kv_head, int rows, amx_scratch *scratch) {
     amx_run *run = scratch->run;
     run->call = begin_call(chunk, kv_head);
     run->row_stride = pp_row_stride(&chunk->pool->layout);
@@ -309,7 +406,7 @@ static amx_run *begin_run(const pp_chunk *chunk, int32_t kv_head, amx_scratch *s
         run->chunks[i].v_tiles = scratch->v[i];
         run->chunks[i].k_tail = scratch->k_tail[i];
     }
-    tiles_begin();
+    tiles_begin(rows);
     return run;
 }
 
@@ -319,7 +416,7 @@ static void prefill_amx(const pp_query_block *work) {
     pp_chunk chunk = work->chunk;
     amx_scratch scratch;
     lay_out_amx(layout, pp_query_parts(chunk.arithmetic, chunk.q_dtype), rows, work->scratch, &scratch);
-    amx_run *run = begin_run(&chunk, work->kv_head, &scratch);
+    amx_run *run = begin_run(&chunk, work->kv_head, TILE_ROWS, &scratch);
     const int64_t q_items = (int64_t)run->call.q_parts * run->call.steps * PP_SQUARE;
     for (int32_t r = 0; r < rows; r += PP_ROWS) {
         amx_job *a = next_job(run, &scratch, NULL, 0, NULL);
@@ -357,7 +454,7 @@ static void shared_amx(const pp_shared *work) {
     amx_scratch scratch;
     const int q_parts = pp_query_parts(chunk->arithmetic, work->q_dtype);
     lay_out_amx(&chunk->pool->layout, q_parts, PP_ROWS, work->scratch, &scratch);
-    amx_run *run = begin_run(chunk, work->kv_head, &scratch);
+    amx_run *run = begin_run(chunk, work->kv_head, TILE_ROWS, &scratch);
     read_chunk_amx(&run->call, chunk, work->kv_head, begin, scratch.groups, &run->chunks[0]);
     for (;;) {
         amx_job *a = next_job(run, &scratch, &run->chunks[0], begin, scratch.q);
@@ -370,24 +467,179 @@ static void shared_amx(const pp_shared *work) {
     tiles_end();
 }
 
-/* Decode.  With few rows per head, memory bandwidth is the limit, and vectors are preferred because they read V in
- * place. */
-enum { LEAST_ROWS = 16 };
+static void add_units(amx_units *units, const unsigned char *const *groups, int64_t offset, int count) {
+    for (int i = 0; i < count; i++, units->count++) {
+        units->at[units->count].groups = groups;
+        units->at[units->count].offset = offset + i * TILE_BYTES;
+    }
+}
+
+/* Lists the units of a job.  `next_head` is the distance to the next head in the pages, or 0. */
+static void list_units(const amx_job *a, int64_t next_head, amx_units *units) {
+    const tile_call *call = a->job.call;
+    const int begin = a->job.first & ~1, end = a->job.end, v_squares = a->chunk->v_in_k ? 0 : call->v_squares;
+    units->next = units->count = 0;
+    for (int t = begin; t < end; t += 2) add_units(units, a->chunk->k + 2 * t, 0, call->steps);
+    for (int d = 0; d < v_squares; d += 2) /* V is read 64 dims at a time */
+        for (int t = begin; t < end; t += 2)
+            add_units(units, a->chunk->v + 2 * t, d * TILE_BYTES, d + 1 < v_squares ? 2 : 1);
+    for (int i = 0; i < AHEAD_UNITS; i += call->steps)
+        add_units(units, a->chunk->k + 2 * begin, next_head, call->steps);
+}
+
+/* Prefetches half `half` of the unit that is read AHEAD_UNITS units after unit `next`. */
+PP_INLINE void prefetch_unit(const amx_units *units, int next, int half) {
+    const unsigned char *ahead[4];
+    if (next + AHEAD_UNITS >= units->count) return;
+    const unsigned char *const *groups = units->at[next + AHEAD_UNITS].groups;
+    const int64_t offset = units->at[next + AHEAD_UNITS].offset + half * (TILE_BYTES / 2);
+    PP_UNROLL for (int g = 0; g < 4; g++) ahead[g] = groups[g] + offset;
+    PP_UNROLL for (int line = 0; line < 8; line++)
+        PP_UNROLL for (int g = 0; g < 4; g++) prefetch_into_l1(ahead[g] + line * 64);
+}
+
+/* Scores of all tiles. */
+static __attribute__((noinline)) void scores_of_few(const amx_job *a, amx_units *units) {
+    const tile_job *job = &a->job;
+    const tile_call *call = job->call;
+    const int whole = call->head_dim / 32;
+    for (int t = job->first & ~1; t < job->end; t += 2) {
+        square_zero();
+        for (int i = 0; i < call->steps; i++, units->next++) {
+            const unsigned char *k[4];
+            for (int g = 0; g < 4; g++)
+                k[g] = i == whole ? k_tail_at(a->chunk, 0, 2 * t + g) : a->chunk->k[2 * t + g] + i * PP_K_TILE;
+            for (int part = call->q_parts - 1; part >= 0; part--) {
+                tile_load(4, queries_at(call, job->q, part, i), TILE_ROW_BYTES);
+                tile_load(5, k[0], TILE_ROW_BYTES);
+                tile_load(6, k[1], TILE_ROW_BYTES);
+                tile_dot(0, 4, 5);
+                tile_dot(1, 4, 6);
+                if (!part) prefetch_unit(units, units->next, 0);
+                tile_load(5, k[2], TILE_ROW_BYTES);
+                tile_load(6, k[3], TILE_ROW_BYTES);
+                tile_dot(2, 4, 5);
+                tile_dot(3, 4, 6);
+                if (!part) prefetch_unit(units, units->next, 1);
+            }
+        }
+        tile_store_pair(0, job->to->s + t * PP_TILE, PP_SCORE_STEP);
+        tile_store_pair(1, job->to->s + (t + 1) * PP_TILE, PP_SCORE_STEP);
+    }
+}
+
+/* Copies V of a tile of tokens, 64 dims from 32 d on, into tiles.  Tokens from chunk_end on become zeros.  Returns 1 if
+ * V is not finite and some rows do not see all tokens. */
+PP_INLINE int copy_v_of_few(const amx_job *a, int d, int t, int64_t chunk_end, unsigned char *to) {
+    const int64_t at = a->job.begin + t * PP_TILE;
+    const uint32_t seen = a->job.whole[t] ? ALL_SEEN : pp_bits_between(0, chunk_end - at);
+    int not_finite = copy_v_square(a->job.call, a->chunk, t, d, seen, to);
+    if (d + 1 < a->job.call->v_squares)
+        not_finite |= copy_v_square(a->job.call, a->chunk, t, d + 1, seen, to + 2 * TILE_BYTES);
+    return not_finite && !a->job.whole[t];
+}
+
+/* Weights times V of all tiles of a job.  V of a tile of tokens is copied while the tile before is multiplied.  Returns
+ * 1 if the result is wrong, because V is not finite and masked for a row. */
+static __attribute__((noinline)) int values_of_few(const amx_job *a, int64_t chunk_end, amx_units *units) {
+    enum { BYTES = 4 * TILE_BYTES };
+    const tile_job *job = &a->job;
+    const tile_call *call = job->call;
+    unsigned char *v = a->chunk->v_tiles; /* of two tiles of tokens: [2][4][1 KB] */
+    const int64_t step = call->v_squares * 32;
+    int wrong = 0;
+    for (int d = 0; d < call->v_squares; d += 2) {
+        const int both = d + 1 < call->v_squares;
+        square_zero();
+        wrong |= copy_v_of_few(a, d, job->first, chunk_end, v + job->first % 2 * BYTES);
+        for (int t = job->first; t < job->end; t++) {
+            const unsigned char *at = v + t % 2 * BYTES;
+            if (t + 1 < job->end) wrong |= copy_v_of_few(a, d, t + 1, chunk_end, v + (t + 1) % 2 * BYTES);
+            for (int part = call->p_parts - 1; part >= 0; part--) {
+                tile_load(4, job->to->p[part][t], TILE_ROW_BYTES);
+                tile_load(6, at, TILE_ROW_BYTES);
+                tile_load(7, at + TILE_BYTES, TILE_ROW_BYTES);
+                tile_dot(0, 4, 6);
+                tile_dot(1, 4, 7);
+                if (!both) continue;
+                tile_load(6, at + 2 * TILE_BYTES, TILE_ROW_BYTES);
+                tile_load(7, at + 3 * TILE_BYTES, TILE_ROW_BYTES);
+                tile_dot(2, 4, 6);
+                tile_dot(3, 4, 7);
+            }
+            prefetch_unit(units, units->next, t % 2);
+            if (both) prefetch_unit(units, units->next + 1, t % 2);
+            if (t % 2 || t + 1 == job->end) units->next += 1 + both;
+        }
+        tile_store_pair(0, job->sums + 32 * d, step);
+        if (both) tile_store_pair(1, job->sums + 32 * (d + 1), step);
+    }
+    return wrong;
+}
+
+/* The part of a head that begins at a row. */
+static int32_t part_of_row(int32_t head_rows, int32_t row) {
+    const int32_t parts = num_parts(head_rows);
+    int32_t part = row / head_rows * parts;
+    while (row_of_part(head_rows, part) < row) part++;
+    return part;
+}
+
+static void few_amx(const pp_chunk *work, int32_t head_rows, int32_t first, int32_t last) {
+    const pp_kv_layout *layout = &work->pool->layout;
+    const int64_t begin = work->first / PP_TILE * PP_TILE;
+    amx_scratch scratch;
+    lay_out_amx(layout, pp_query_parts(work->arithmetic, work->q_dtype), PP_ROWS, work->scratch, &scratch);
+    for (int32_t from = first, to; from < last; from = to) {
+        const int32_t head = from / head_rows, head_end = (head + 1) * head_rows;
+        int wrong = 0;
+        to = head_end < last ? head_end : last;
+        amx_run *run = begin_run(work, head, head_rows, &scratch);
+        amx_chunk *chunk = &run->chunks[0];
+        amx_job *a = next_job(run, &scratch, chunk, begin, scratch.q);
+        list_groups_amx(&run->call, work, head, scratch.groups, chunk);
+        list_chunk_rows(work, head, from, to, &a->job);
+        cut_queries(&a->job, PP_F32, scratch.widened, scratch.q);
+        look_at_squares(&a->job, work->end);
+        for (int r = 0; r < a->job.rows; r++)
+            for (int64_t i = 0; i < run->row_stride; i += PP_GROUP) __builtin_prefetch(a->job.row[r].sums + i, 1);
+        if (a->job.first < a->job.end) {
+            scratch.units->next = scratch.units->count = 0;
+            if (chunk->v_in_k || !groups_bytes(layout)) list_units(a, to < last ? layout->head_bytes : 0, scratch.units);
+            scores_of_few(a, scratch.units);
+            softmax_of_job(&a->job);
+            wrong = values_of_few(a, work->end, scratch.units);
+        }
+        record_job(&a->job, run->row_stride);
+        tiles_end();
+        if (!wrong) continue;
+        pp_chunk again = *work; /* vectors mask V for each row */
+        again.part_begin = part_of_row(head_rows, from);
+        again.part_end = part_of_row(head_rows, to);
+        pp_tiles_avx512_wide.chunk(&again);
+    }
+}
+
+/* Decode.  The sums of blocks, and a few rows over pages of f16, are computed by vectors. */
 static void chunk_amx(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     const int32_t head_rows = work->group_size * work->view.num_queries;
     const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
     const int64_t begin = work->first / PP_TILE * PP_TILE;
     amx_scratch scratch;
-    if (head_rows < LEAST_ROWS || work->block_sums) {
+    if (work->block_sums || (head_rows < TILE_ROWS && layout->dtype != PP_BF16)) {
         pp_tiles_avx512_wide.chunk(work);
+        return;
+    }
+    if (head_rows <= TILE_ROWS && layout->dtype == PP_BF16) {
+        few_amx(work, head_rows, first, last);
         return;
     }
     lay_out_amx(layout, pp_query_parts(work->arithmetic, work->q_dtype), PP_ROWS, work->scratch, &scratch);
     for (int32_t from = first, to; from < last; from = to) {
         const int32_t head = from / head_rows, head_end = (head + 1) * head_rows;
         to = head_end < last ? head_end : last;
-        amx_run *run = begin_run(work, head, &scratch);
+        amx_run *run = begin_run(work, head, TILE_ROWS, &scratch);
         read_chunk_amx(&run->call, work, head, begin, scratch.groups, &run->chunks[0]);
         for (int32_t row = from; row < to; row += PP_ROWS) {
             amx_job *a = next_job(run, &scratch, &run->chunks[0], begin, scratch.q);
@@ -401,4 +653,4 @@ static void chunk_amx(const pp_chunk *work) {
 }
 
 const pp_tile_kernels pp_tiles_amx = {chunk_amx,    prefill_amx, shared_amx, PP_ROWS,
-                                      16 * PP_ROWS, amx_bytes,   LEAST_ROWS, 6};
+                                      16 * PP_ROWS, amx_bytes,   TILE_ROWS, 6};

@@ -19,9 +19,7 @@ typedef struct tile {
     unsigned char rows[16][64];
 } tile;
 static _Thread_local struct {
-    int configured;
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
+    int configured, rows[8];
     tile data[8];
 } state;
 
@@ -32,11 +30,11 @@ static void fail(const char *why) {
 
 /* Each number of c gets two chains of fma from 0, over the first and over the second elements of the pairs.  MXCSR is
  * set so that subnormal operands and results become zeros. */
-__attribute__((target("avx2,fma"))) static void dot(tile *c, const tile *a, const tile *b) {
+__attribute__((target("avx2,fma"))) static void dot(int rows, tile *c, const tile *a, const tile *b) {
     const unsigned modes = _mm_getcsr();
     const __m256i upper = _mm256_set1_epi32((int)0xffff0000u);
     _mm_setcsr(0x1f80 | 0x8040); /* to nearest, no traps, flushing */
-    for (int m = 0; m < 16; m++)
+    for (int m = 0; m < rows; m++)
         for (int half = 0; half < 64; half += 32) {
             __m256 first = _mm256_setzero_ps(), second = first;
             for (int k = 0; k < 16; k++) {
@@ -57,6 +55,17 @@ __attribute__((target("avx2,fma"))) static void dot(tile *c, const tile *a, cons
 
 static const int REGISTERS[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
                                   REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+
+static void configure(const unsigned char *config) {
+    if (config[0] != 1) fail("an unknown palette");
+    memset(&state, 0, sizeof state);
+    state.configured = 1;
+    for (int t = 0; t < 8; t++) {
+        state.rows[t] = config[48 + t];
+        if (config[16 + 2 * t] != 64 || config[17 + 2 * t]) fail("a tile with rows of another size");
+        if (state.rows[t] < 1 || state.rows[t] > 16) fail("a tile with another number of rows");
+    }
+}
 
 /* Runs the instruction at the program counter, which moves behind it. */
 static void on_illegal(int signal, siginfo_t *info, void *context) {
@@ -92,22 +101,19 @@ static void on_illegal(int signal, siginfo_t *info, void *context) {
     tile *to = &state.data[reg];
     if (opcode != 0x49 && !state.configured) fail("tiles that are not configured");
     if (opcode == 0x49 && prefix == 0 && mod != 3) {
-        const unsigned char *config = (const unsigned char *)(address + step);
-        if (config[0] != 1) fail("an unknown palette");
-        memset(&state, 0, sizeof state);
-        state.configured = 1;
-        for (int t = 0; t < 8; t++)
-            if (config[16 + 2 * t] != 64 || config[17 + 2 * t] || config[48 + t] != 16) fail("a tile of another size");
+        configure((const unsigned char *)(address + step));
     } else if (opcode == 0x49 && prefix == 0) {
         memset(&state, 0, sizeof state);
     } else if (opcode == 0x49 && prefix == 3 && mod == 3) {
         memset(to, 0, sizeof *to);
     } else if (opcode == 0x4b && mod != 3 && (prefix == 3 || prefix == 1)) {
-        for (int r = 0; r < 16; r++) memcpy(to->rows[r], (const void *)(address + (uintptr_t)r * step), 64);
+        memset(to, 0, sizeof *to);
+        for (int r = 0; r < state.rows[reg]; r++) memcpy(to->rows[r], (const void *)(address + (uintptr_t)r * step), 64);
     } else if (opcode == 0x4b && mod != 3 && prefix == 2) {
-        for (int r = 0; r < 16; r++) memcpy((void *)(address + (uintptr_t)r * step), to->rows[r], 64);
+        for (int r = 0; r < state.rows[reg]; r++) memcpy((void *)(address + (uintptr_t)r * step), to->rows[r], 64);
     } else if (opcode == 0x5c && mod == 3 && prefix == 2 && third < 8) {
-        dot(to, &state.data[rm], &state.data[third]);
+        if (state.rows[reg] != state.rows[rm] || state.rows[third] != 16) fail("a product of tiles of different sizes");
+        dot(state.rows[reg], to, &state.data[rm], &state.data[third]);
     } else {
         fail("an unknown instruction of AMX");
     }

@@ -80,6 +80,11 @@ static void check_variant(const scenario *s, int variant, pp_arithmetic arithmet
     CHECK(memcmp(args.block_scores, again.block_scores, score_bytes) == 0);
     add_bits(args.out, out_bytes);
     add_bits(args.block_scores, score_bytes);
+    if (arithmetic != PP_BF16X2 || variant % 7) return;
+    again.block_scores = NULL; /* other kernels, with AMX */
+    memset(again.out, 0xff, out_bytes);
+    CHECK(pp_decode(&again, 1) == PP_OK);
+    CHECK(memcmp(args.out, again.out, out_bytes) == 0 && memcmp(args.lse, again.lse, rows * sizeof(float)) == 0);
 }
 
 static uint16_t rounded(float value, pp_dtype dtype) {
