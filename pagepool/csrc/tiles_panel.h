@@ -394,17 +394,6 @@ static int list_groups(const tile_call *call, const pp_chunk *chunk, int32_t hea
     return count;
 }
 
-/* Returns 1 if some bf16 number in `bytes` bytes is a NaN or an infinity. */
-static int some_not_finite(const unsigned char *words, int64_t bytes) {
-    uint32_t found = 0;
-    for (int64_t i = 0; i < bytes; i += 4) {
-        uint32_t word;
-        memcpy(&word, words + i, sizeof word);
-        found |= ((word & 0x7f80u) == 0x7f80u) | ((word & 0x7f800000u) == 0x7f800000u);
-    }
-    return found != 0;
-}
-
 /* Copies 32 tokens x 32 dims of V, from dim 32 d on, from `at` bytes on in two groups.  The copy has a row for each of
  * 16 pairs of tokens, `row_bytes` apart.  Dims 16 to 31 of a row are `half_bytes` after dims 0 to 15.  Dims past the
  * last one and tokens that are not `seen` become zeros. */

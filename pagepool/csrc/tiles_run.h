@@ -86,6 +86,17 @@ static void add_copied_values(const tile_job *job, int from, int to, int t, int 
     }
 }
 
+/* Returns 1 if some bf16 number in `bytes` bytes is a NaN or an infinity. */
+static int some_not_finite(const unsigned char *words, int64_t bytes) {
+    uint32_t found = 0;
+    for (int64_t i = 0; i < bytes; i += 4) {
+        uint32_t word;
+        memcpy(&word, words + i, sizeof word);
+        found |= ((word & 0x7f80u) == 0x7f80u) | ((word & 0x7f800000u) == 0x7f800000u);
+    }
+    return found != 0;
+}
+
 /* Returns 1 if V of a tile has a NaN or an infinity, which its first part has, too. */
 static int tile_not_finite(const tile_call *call, const unsigned char *const *v) {
     const int64_t bytes = (int64_t)call->v_head_dim * PP_GROUP * 2;
