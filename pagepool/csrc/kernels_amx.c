@@ -57,6 +57,7 @@ const int pp_tiles_amx_portable = 0;
 
 #include "tiles_panel.h"
 #include "tiles_amx.h"
+#include "tiles_amx_decode.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

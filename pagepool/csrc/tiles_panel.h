@@ -247,7 +247,8 @@ PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
         PP_UNROLL for (int i = 0; i < TILES; i++)
             weigh_tile(PARTS, s + (from + i) * PP_TILE, p + (from + i) * PP_SQUARE, factor, shift, 0, sum);
     else
-        for (int t = from; t < end; t++) weigh_tile(PARTS, s + t * PP_TILE, p + t * PP_SQUARE, factor, shift, keeps, sum);
+        for (int t = from; t < end; t++)
+            weigh_tile(PARTS, s + t * PP_TILE, p + t * PP_SQUARE, factor, shift, keeps, sum);
     x->tile = end;
     if (end == job->end) {
         job->to->m[r] = x->m;

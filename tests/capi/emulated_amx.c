@@ -108,7 +108,8 @@ static void on_illegal(int signal, siginfo_t *info, void *context) {
         memset(to, 0, sizeof *to);
     } else if (opcode == 0x4b && mod != 3 && (prefix == 3 || prefix == 1)) {
         memset(to, 0, sizeof *to);
-        for (int r = 0; r < state.rows[reg]; r++) memcpy(to->rows[r], (const void *)(address + (uintptr_t)r * step), 64);
+        for (int r = 0; r < state.rows[reg]; r++)
+            memcpy(to->rows[r], (const void *)(address + (uintptr_t)r * step), 64);
     } else if (opcode == 0x4b && mod != 3 && prefix == 2) {
         for (int r = 0; r < state.rows[reg]; r++) memcpy((void *)(address + (uintptr_t)r * step), to->rows[r], 64);
     } else if (opcode == 0x5c && mod == 3 && prefix == 2 && third < 8) {
