@@ -8,10 +8,10 @@
  * item of softmax, which takes about as long.
  *
  * Measured on Granite Rapids, for a job of 32 rows, 512 tokens and 128 dims in "bf16": 128 steps with loads from L2
- * take 4.0 us, their softmax takes 2.4 us, and both together 5.5 us.  The whole job takes about 10 us.  Real numbers take
- * longer than zeros, because the tile unit then needs more power.  These changes gained nothing: items of 2, 8 or 16
- * tiles, values in runs of 4 or 8 tiles so that weights stay in L1, weights row by row, prefetches of K and V into L1,
- * more panels for each copy of V, two copies of V instead of three.
+ * take 4.0 us, their softmax takes 2.4 us, and both together 5.5 us.  The whole job takes about 10 us.  Real numbers
+ * take longer than zeros, because the tile unit then needs more power.  These changes gained nothing: items of 2, 8 or
+ * 16 tiles, values in runs of 4 or 8 tiles so that weights stay in L1, weights row by row, prefetches of K and V into
+ * L1, more panels for each copy of V, two copies of V instead of three.
  *
  * The jobs of each KV head are a pipeline of their own.  Its first and its last job do not overlap with others.  In a
  * prompt of 128 tokens with 4 query heads per KV head, these are 2 of 16 jobs, so a pipeline across KV heads would gain
