@@ -378,6 +378,24 @@ def test_values_that_are_not_finite_reach_the_rows_that_see_them(arithmetic, val
         assert np.isfinite(got[0][~sees]).all() and np.isfinite(np.delete(got[0], 7, axis=2)).all()
 
 
+@both
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("heads", "group", "dim"), [(3, 1, 64), (2, 4, 128), (2, 12, 40)])
+def test_decode_of_few_rows_is_not_reached_by_masked_values(heads, group, dim, count, arithmetic):
+    """The token just before the window of the first query has a V that is not finite in the last head."""
+    length, window = 700, 40
+    layout = layout_of(heads, dim)
+    [(k, v)] = random_kv(layout, [length])
+    options = {"window_left": window, "arithmetic": arithmetic, "return_lse": True, "num_threads": 2}
+    results = []
+    for value in (0.5, np.nan, np.inf):
+        v[length - count - window - 1, -1, 3] = value
+        case, starts = make_case(layout, group, [length], kv=[(k, v)]).with_queries([count])
+        results.append(case.decode(query_start_loc=starts, **options))
+    for got in results[1:]:
+        assert_same(got, results[0])
+
+
 @every_page
 def test_the_error_does_not_grow_with_scores_or_tokens(dtype):
     for gain, length in ((1, 4096), (4, 1536), (8, 1536)):
