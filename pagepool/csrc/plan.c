@@ -20,8 +20,9 @@
  * token and no mask, and block_sums (R, blocks of a chunk) if scores are asked for.  A record depends on the tokens of
  * its chunk alone, and records are merged in order.  So no bit depends on which thread ran which unit.
  *
- * A sequence of many query tokens (takes_prefill) is cut into blocks instead: a unit is a block of its query tokens for
- * one kv head, over all chunks, and writes results and no record.  Its queries are read in place.  Units are numbered
+ * A sequence of many query tokens, or of one with many rows (takes_prefill), is cut into blocks instead: a unit is a
+ * block of its query tokens for one kv head, over all chunks, and writes results and no record.  Its queries are read
+ * in place.  Units are numbered
  * from the last block, which sees most tokens, to the first, and in a block by kv head. */
 #include <math.h>
 #include <string.h>

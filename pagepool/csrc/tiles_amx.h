@@ -178,8 +178,7 @@ static int list_groups_amx(const tile_call *call, const pp_chunk *from, int32_t 
     int count;
     chunk->v_in_k = layout->v_in_k && layout->tiled && layout->dtype == PP_BF16;
     if (chunk->v_in_k) {
-        const int64_t begin = from->first / PP_TILE * PP_TILE;
-        count = (int)((from->end - begin + PP_TILE - 1) / PP_TILE) * 2;
+        count = count_groups(from);
         pp_list_groups(from, from->end, chunk->k);
         for (int i = 0; i < count + 2; i++) chunk->k[i] += head * layout->head_bytes;
     } else
@@ -230,14 +229,6 @@ PP_INLINE void square_dot(const tile_item *rows, int two) {
     tile_dot(2, 5, 6);
     tile_dot(3, 5, 7);
 }
-PP_INLINE void square_store(float *to, int64_t step, int two) {
-    tile_store(0, to, 4 * step);
-    tile_store(1, to + 16, 4 * step);
-    if (!two) return;
-    tile_store(2, to + 16 * step, 4 * step);
-    tile_store(3, to + 16 * step + 16, 4 * step);
-}
-
 /* Stores two tiles side by side: 0 and 1, or 2 and 3. */
 PP_INLINE void tile_store_pair(const int PAIR, float *to, int64_t step) {
     if (PAIR == 0) {
@@ -247,6 +238,10 @@ PP_INLINE void tile_store_pair(const int PAIR, float *to, int64_t step) {
         tile_store(2, to, 4 * step);
         tile_store(3, to + 16, 4 * step);
     }
+}
+PP_INLINE void square_store(float *to, int64_t step, int two) {
+    tile_store_pair(0, to, step);
+    if (two) tile_store_pair(1, to + 16 * step, step);
 }
 
 /* Scores of 32 tokens. */

@@ -14,11 +14,10 @@ static void add_units(amx_units *units, const unsigned char *const *groups, int6
     }
 }
 
-/* Lists the units of a job.  `next_head` is the distance to the next head in the pages, or 0. */
+/* Adds the units of a job to the empty list.  `next_head` is the distance to the next head in the pages, or 0. */
 static void list_units(const amx_job *a, int64_t next_head, amx_units *units) {
     const tile_call *call = a->job.call;
     const int begin = a->job.first & ~1, end = a->job.end, v_squares = a->chunk->v_in_k ? 0 : call->v_squares;
-    units->next = units->count = 0;
     for (int t = begin; t < end; t += 2) add_units(units, a->chunk->k + 2 * t, 0, call->steps);
     for (int d = 0; d < v_squares; d += 2) /* V is read 64 dims at a time */
         for (int t = begin; t < end; t += 2)

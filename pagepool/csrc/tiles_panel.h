@@ -371,14 +371,19 @@ static int64_t groups_bytes(const pp_kv_layout *layout) {
     return pp_kernels_get()->tiled_bytes(layout) + (layout->dtype == PP_BF16 ? 0 : pp_parts_of(layout->dtype) * bytes);
 }
 
+/* Number of groups of a chunk, beginning with the tile of its first token: two for each tile. */
+static int count_groups(const pp_chunk *chunk) {
+    const int64_t begin = chunk->first / PP_TILE * PP_TILE;
+    return (int)((chunk->end - begin + PP_TILE - 1) / PP_TILE) * 2;
+}
+
 /* Lists K and V of a head for the groups of a chunk, beginning with the tile of its first token, in the order of bf16
  * pages: in the pages, or in `groups`.  The first part is listed, and the other follows it.  Returns the number of
  * groups. */
 static int list_groups(const tile_call *call, const pp_chunk *chunk, int32_t head, unsigned char *groups,
                        const unsigned char **k, const unsigned char **v) {
     const pp_kv_layout *layout = &chunk->pool->layout;
-    const int64_t begin = chunk->first / PP_TILE * PP_TILE;
-    const int count = (int)((chunk->end - begin + PP_TILE - 1) / PP_TILE) * 2;
+    const int count = count_groups(chunk);
     pp_kernels_get()->read_tiled(chunk, head, groups, k, v);
     groups += pp_kernels_get()->tiled_bytes(layout);
     for (int i = 0; layout->dtype != PP_BF16 && i < count; i++) {
