@@ -232,6 +232,26 @@ def test_a_stream_that_its_client_leaves_is_cancelled_at_the_worker(served):
     wait_until(served.is_idle)
 
 
+def test_workers_that_stop_during_their_calls_of_the_front_end_do_not_stop_it(served):
+    pids, front_end = served.pids("decode"), served.handle.pid.remote().result(timeout_s=SECONDS)
+    os.kill(front_end, signal.SIGSTOP)
+    try:
+        time.sleep(1)  # each worker has sent news and waits for the answer
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    finally:
+        os.kill(front_end, signal.SIGCONT)
+    try:
+        for _ in range(20):
+            assert served.handle.stats.remote().result(timeout_s=5)["requests"] == 0
+            time.sleep(0.1)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    tokens = served.openai.completions.create(model="tiny_llama", prompt="def ", max_tokens=8)
+    assert tokens.usage.completion_tokens == 8
+
+
 def test_serve_s_controller_that_is_killed_costs_no_request_and_no_worker(served):
     sides = {kind: served.side(kind) for kind in ("decode", "prefill")}
     front_end = served.handle.pid.remote().result(timeout_s=SECONDS)

@@ -121,13 +121,18 @@ class WorkerReplica:
         self._worker.close()
 
     def _tell(self) -> None:
-        """Send news to the front end until the replica ends, and follow the front end that answers."""
+        """Send news to the front end until the replica ends, and follow the front end that answers.
+
+        `broadcast` because `remote` makes a streaming call. At its end the front end would wait on its event loop until
+        this process has confirmed the messages: a worker that is stopped in a call would stop the front end.
+        """
         wants_snapshot, handle = False, None
         while not self._ends.wait(NEWS_SECONDS):
             news = self._worker.news(wants_snapshot)
             try:
                 handle = handle or serve.get_deployment_handle(FRONT_END, APPLICATION)
-                front_end, wants_snapshot = handle.news.remote(news).result(timeout_s=ANSWER_SECONDS)
+                answers = handle.broadcast("news", news).results(timeout_s=ANSWER_SECONDS)
+                front_end, wants_snapshot = answers[-1]
                 self._worker.follow(front_end)
             except (Exception, CancelledError):
                 # The front end is starting or has exited. It will request a snapshot when it gets this worker's news.
