@@ -131,6 +131,34 @@ def test_the_check_of_a_shape_finds_other_results():
     assert not layer.equals_linear()
 
 
+def larger(x, rows, steps):
+    """Return x with the first element larger by some steps of bfloat16 if it has at least this many rows."""
+    if len(x) < rows:
+        return x
+    x = x.clone()
+    x.view(torch.int16)[0, 0] += steps
+    return x
+
+
+@needs_bf16
+@pytest.mark.parametrize(
+    ("own_rows", "packed_rows", "steps", "equal"),
+    [(999, 999, 0, True), (999, 100, 1, False), (100, 999, 1, True), (100, 999, 40, False), (100, 3, 1, False)],
+)
+def test_a_shape_may_round_otherwise_only_where_the_layer_itself_does(own_rows, packed_rows, steps, equal, monkeypatch):
+    # The packed layer returns what `F.linear` returns for rows alone, except for the steps.
+    own = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: larger(alone(own, x, *rest), own_rows, steps))
+    module = torch.nn.Linear(64, 48).bfloat16()
+    run = lambda x, *rest: larger(alone(own, x, module.weight, module.bias), packed_rows, steps)  # noqa: E731
+    monkeypatch.setattr(linear, "RUN", run)
+    assert linear.PackedLayer([module]).equals_linear() is equal
+
+
+def alone(function, x, *rest):
+    return torch.cat([function(row, *rest) for row in x.split(1)])
+
+
 def test_layers_are_not_fused_where_the_model_wants_contiguous_results():
     class Flat(torch.nn.Module):
         def forward(self, x):
