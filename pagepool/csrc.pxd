@@ -182,6 +182,9 @@ cdef extern from "pagepool/threads.h" nogil:
         PP_MAX_THREADS
     ctypedef void (*pp_range_body)(void *context, int64_t begin, int64_t end) noexcept nogil
     void pp_parallel_for(int num_threads, int64_t num_units, pp_range_body body, void *context) noexcept
+    ctypedef void (*pp_fork_join)(void (*task)(void *) noexcept nogil, void *argument, unsigned num_threads,
+                                  unsigned flags) noexcept nogil
+    void pp_use_fork_join(pp_fork_join fork_join, int team_size) noexcept
     int pp_default_num_threads() noexcept
     int pp_num_threads_forced_unusable() noexcept
     void pp_threads_quiesce() noexcept

@@ -3,7 +3,7 @@
 from pagepool.csrc cimport PP_MAX_THREADS
 from pagepool.memory.kernels cimport (
     c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable, c_num_threads_forced_unusable, c_prefetch,
-    c_prefetch_forced_unknown, c_tiles_refused,
+    c_prefetch_forced_unknown, c_tiles_refused, c_use_fork_join,
 )
 
 import os
@@ -28,6 +28,11 @@ cdef int c_num_threads() except -1:
             )
             warned["of"] = asked
     return num_threads
+
+
+def _use_fork_join(size_t fork_join, int team_size):
+    """Run parallel kernels of the calling thread by the C function at an address, see `pp_use_fork_join`. 0: by the workers."""
+    c_use_fork_join(fork_join, team_size)
 
 
 def cpu_info():

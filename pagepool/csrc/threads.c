@@ -45,6 +45,7 @@ typedef struct job {
     int64_t num_units;
     int num_threads;
     _Atomic int64_t next;
+    _Atomic int num_inside; /* threads of a team of `fork_join` that have begun */
 } job;
 
 /* The data that spinning workers read, the data that sleeping workers wait for, and the data that all threads write
@@ -61,6 +62,9 @@ static struct {
     _Atomic int num_sleeping;
     _Alignas(LINE) job job;
 } pool = {.caller = PTHREAD_MUTEX_INITIALIZER};
+
+static _Thread_local pp_fork_join own_fork_join; /* of the calling thread; NULL: `pool` */
+static _Thread_local unsigned own_team_size;
 
 static int64_t now_ns(void) {
     struct timespec now;
@@ -152,16 +156,32 @@ static void forget_workers(void) {
     atomic_store(&pool.num_sleeping, 0);
     atomic_store(&pool.crowded, 0);
     atomic_store(&pool.gate, 0);
+    own_fork_join = NULL;
 }
 
 static void register_fork(void) { pthread_atfork(NULL, NULL, forget_workers); }
 
+static void watch_forks(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, register_fork);
+}
+
+void pp_use_fork_join(pp_fork_join fork_join, int team_size) {
+    watch_forks();
+    own_fork_join = fork_join;
+    own_team_size = (unsigned)team_size;
+}
+
+static void work_in_team(void *shared) {
+    job *job = shared;
+    if (atomic_fetch_add_explicit(&job->num_inside, 1, memory_order_relaxed) < job->num_threads) work(job);
+}
+
 /* Starts workers until there are `wanted`, or as many as the system allows.  They block all signals. */
 static void start_workers(int wanted) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_attr_t attributes;
     sigset_t all, before;
-    pthread_once(&once, register_fork);
+    watch_forks();
     if (pool.num_workers >= wanted || pthread_attr_init(&attributes)) return;
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
@@ -177,6 +197,11 @@ void pp_parallel_for(int num_threads, int64_t num_units, void (*body)(void *cont
                      void *context) {
     if (num_threads > PP_MAX_THREADS) num_threads = PP_MAX_THREADS;
     if (num_threads > num_units) num_threads = (int)num_units;
+    if (own_fork_join && num_threads > 1) {
+        job shared = {body, context, num_units, num_threads, 0, 0};
+        own_fork_join(work_in_team, &shared, own_team_size, 0);
+        return;
+    }
     if (num_threads < 2 || pthread_mutex_trylock(&pool.caller)) {
         if (num_units > 0) body(context, 0, num_units);
         return;

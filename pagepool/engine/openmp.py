@@ -7,6 +7,8 @@ the process has CPUs, a worker spins for only 100 iterations, and almost every l
 The engine computes in its own thread. If the model ran in another thread before, that thread's workers are too many,
 and the engine's steps take 1.25 to 1.6 times as long. Under other load the opposite holds: a spinning worker takes the
 CPU from a thread with work, and steps take several times as long.
+
+While workers spin, attention runs on them. Otherwise they would compete with pagepool's own worker threads.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import re
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
+
+from pagepool.attention.cpu import _use_fork_join, cpu_info
 
 __all__ = ["OpenmpWorkers"]
 
@@ -34,6 +38,8 @@ MOST_CALM = 64.0
 
 class OpenmpWorkers:
     """Controls how the workers of libgomp wait, from the construction of this object until `close`.
+
+    While they spin, they also run pagepool's kernels of the thread that calls `note_step`, from its first call on.
 
     Does nothing if libgomp is not loaded. With `OMP_WAIT_POLICY=passive` in the environment, workers always sleep.
 
@@ -59,6 +65,7 @@ class OpenmpWorkers:
         self._until = 0.0  # time at which workers that sleep because of other load spin again
         self._calm = LEAST_CALM  # seconds of the next sleep
         self._seconds = self._cpu_seconds = 0.0  # wall time and CPU time of the steps in the current window
+        self._has_begun = False  # true after the first step
         for library in self._libraries:
             library.omp_pause_resource_all(SOFT)
         if mode == "sleep":
@@ -70,7 +77,7 @@ class OpenmpWorkers:
         return self._sleeping is not None
 
     def note_step(self, seconds: float, cpu_seconds: float) -> None:
-        """Choose between spinning and sleeping after a step of the computing thread.
+        """Choose between spinning and sleeping after a step of the computing thread, which calls this.
 
         Parameters
         ----------
@@ -79,17 +86,22 @@ class OpenmpWorkers:
         cpu_seconds : float
             CPU time of the computing thread in the step.
         """
+        if not self._has_begun:
+            self._has_begun = True
+            self._place_kernels()
         if not self._adapts:
             return
         if self.is_sleeping:
             if monotonic() >= self._until:
                 self._wake()
+                self._place_kernels()
             return
         self._seconds += seconds
         self._cpu_seconds += cpu_seconds
         if self._seconds >= WINDOW:
             if self._cpu_seconds < LEAST_SHARE * self._seconds:
                 self._sleep()
+                self._place_kernels()
                 self._until = monotonic() + self._calm
                 self._calm = min(2 * self._calm, MOST_CALM)
             else:
@@ -100,6 +112,16 @@ class OpenmpWorkers:
         """End the thread that makes workers sleep, and its workers. May be called twice."""
         self._adapts = False
         self._wake()
+
+    def _place_kernels(self) -> None:
+        """Run the kernels of the calling thread on the workers of libgomp if these spin, otherwise on pagepool's."""
+        address = size = 0
+        if not self.is_sleeping and len(self._libraries) == 1 and os.environ.get("OMP_WAIT_POLICY", "") != "passive":
+            (library,) = self._libraries
+            if library.omp_get_max_threads() >= cpu_info()["num_threads"]:
+                size = library.omp_get_max_threads()  # as in the loops of torch
+                address = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
+        _use_fork_join(address, size)
 
     def _sleep(self) -> None:
         if self._libraries:

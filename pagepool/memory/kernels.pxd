@@ -22,6 +22,7 @@ cdef void c_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint1
                    int64_t dim, int num_threads) noexcept nogil
 cdef void c_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
                        int64_t n, uint16_t *out, int num_threads) noexcept nogil
+cdef void c_use_fork_join(size_t fork_join, int team_size) noexcept nogil
 cdef int c_default_num_threads() noexcept nogil
 cdef int c_num_threads_forced_unusable() noexcept nogil
 cdef const char *c_isa() noexcept nogil

@@ -8,10 +8,10 @@ and take 0.1 ms more to load.
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from pagepool.csrc cimport (
-    pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_isa, pp_isa_available, pp_isa_forced_unavailable,
-    pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states,
+    pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_fork_join, pp_isa, pp_isa_available,
+    pp_isa_forced_unavailable, pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states,
     pp_num_threads_forced_unusable, pp_prefetch, pp_prefetch_forced_unknown, pp_status, pp_tiles_refused,
-    pp_widen,
+    pp_use_fork_join, pp_widen,
 )
 
 __all__ = []
@@ -89,6 +89,10 @@ cdef void c_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint1
 cdef void c_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
                        int64_t n, uint16_t *out, int num_threads) noexcept nogil:
     pp_lookup_mul(gate, up, stride, table, rows, n, out, num_threads)
+
+
+cdef void c_use_fork_join(size_t fork_join, int team_size) noexcept nogil:
+    pp_use_fork_join(<pp_fork_join>fork_join, team_size)
 
 
 cdef int c_default_num_threads() noexcept nogil:

@@ -1,5 +1,6 @@
 /* threads.c: pp_parallel_for runs every unit exactly once: with workers that spin, sleep or are starting, with fewer
- * CPUs than threads, from several concurrent callers, from within itself and in the child of a fork.
+ * CPUs than threads, from several concurrent callers, from within itself, in the child of a fork, and on the threads
+ * of another library.
  *
  * Argument: rounds (default 200). */
 #define _GNU_SOURCE
@@ -137,6 +138,79 @@ static void check_masks(void) {
     CHECK(found > 1);
 }
 
+/* A fork and join as those of libgomp: a team of TEAM threads, in which the calling thread is the first. */
+enum { TEAM = 5 };
+
+static _Thread_local int num_teams;
+
+typedef struct {
+    void (*task)(void *);
+    void *argument;
+} call;
+
+static void *run_call(void *of_team) {
+    const call *call = of_team;
+    call->task(call->argument);
+    return NULL;
+}
+
+static void run_team(void (*task)(void *), void *argument, unsigned num_threads, unsigned flags) {
+    CHECK(num_threads == TEAM && flags == 0);
+    num_teams++;
+    call call = {task, argument};
+    pthread_t threads[TEAM - 1];
+    for (int i = 0; i < TEAM - 1; i++) CHECK(pthread_create(&threads[i], NULL, run_call, &call) == 0);
+    task(argument);
+    for (int i = 0; i < TEAM - 1; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+}
+
+static void *without_team(void *unused) {
+    check_job(4, 50, 0, 0);
+    CHECK(num_teams == 0);
+    return unused;
+}
+
+static atomic_int inside, most_inside;
+
+static void count_inside(void *unused, int64_t begin, int64_t end) {
+    (void)unused;
+    const int now = atomic_fetch_add(&inside, 1) + 1;
+    for (int most = atomic_load(&most_inside); most < now && !atomic_compare_exchange_weak(&most_inside, &most, now);) {}
+    wait_ns(20000 * (end - begin));
+    atomic_fetch_sub(&inside, 1);
+}
+
+static void check_team(void) {
+    pp_use_fork_join(run_team, TEAM);
+    for (int num_threads = 2; num_threads < 8; num_threads++) /* also more threads than the team has */
+        for (int nested = 0; nested < 2; nested++) check_job(num_threads, 7, 2000, nested);
+    CHECK(num_teams >= 12); /* and those of nested jobs whose range the calling thread took */
+    const int teams = num_teams;
+    check_job(1, 7, 0, 0);
+    check_job(4, 1, 0, 0);
+    check_job(4, 0, 0, 0);
+    CHECK(num_teams == teams); /* one thread or one unit needs no team */
+    for (int num_threads = 2; num_threads <= TEAM; num_threads++) {
+        atomic_store(&most_inside, 0);
+        pp_parallel_for(num_threads, 200, count_inside, NULL);
+        CHECK(atomic_load(&most_inside) <= num_threads);
+    }
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, without_team, NULL) == 0 && pthread_join(thread, NULL) == 0);
+    const pid_t child = fork();
+    CHECK(child >= 0);
+    if (!child) {
+        num_teams = 0;
+        without_team(NULL);
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    pp_use_fork_join(NULL, 0);
+    num_teams = 0;
+    without_team(NULL);
+}
+
 int main(int argc, char **argv) {
     if (argc > 1) rounds = atoi(argv[1]);
     check_environment();
@@ -148,6 +222,7 @@ int main(int argc, char **argv) {
     check_fork();
     pp_threads_quiesce();
     check_all_kinds();
+    check_team();
     printf("ok %d rounds\n", rounds);
     return 0;
 }

@@ -1,4 +1,4 @@
-"""The number of libgomp's worker threads while an engine computes. Each test runs in a separate process."""
+"""The worker threads of libgomp and of pagepool while an engine computes. Each test runs in a separate process."""
 
 import os
 import subprocess
@@ -27,6 +27,7 @@ def settled(wanted):
     assert threads() == wanted, (threads(), wanted)
 
 torch.set_num_threads(3)
+os.environ["PAGEPOOL_NUM_THREADS"] = "3"
 before = threads()
 torch.zeros(1 << 20).add_(1)
 assert threads() == before + 2
@@ -97,3 +98,66 @@ assert [sleep_of(0.1) for _ in range(6)] == [4.0, 8.0, 16.0, 32.0, 64.0, 64.0]
 assert sleep_of(1.0, 0.1) == 4.0  # the load had ended
 workers.close()
 """)
+
+
+DECODE = """
+import numpy as np
+from pagepool import KvCachePool, KvLayout, decode
+
+pool = KvCachePool.from_layout(KvLayout(1, 4, 64, dtype="float32"), 512)
+rng = np.random.default_rng(0)
+q, tables = rng.standard_normal((2, 8, 64), np.float32), np.arange(512, dtype=np.int32).reshape(2, 256)
+pool.numpy()[:] = rng.standard_normal(pool.numpy().shape, np.float32)
+own = pool.block_size * np.array([256, 200], np.int32)
+
+def attend():
+    return decode(q, pool, 0, tables, own, num_threads=3)
+"""
+
+
+def test_attention_runs_on_the_workers_that_spin():
+    run(
+        DECODE
+        + """
+workers = OpenmpWorkers("spin")
+settled(before)
+torch.zeros(1 << 20).add_(1)
+assert threads() == before + 2
+workers.note_step(1.0, 1.0)
+found = attend()
+assert threads() == before + 2  # no worker of pagepool has started
+workers.close()
+child = os.fork()
+if not child:
+    os._exit(0 if (attend() == found).all() else 1)  # with workers of its own: libgomp has none here
+assert os.waitpid(child, 0)[1] == 0
+"""
+    )
+
+
+def test_attention_runs_on_its_own_workers_while_those_of_openmp_sleep_or_are_fewer():
+    run(
+        DECODE
+        + """
+workers = OpenmpWorkers("spin")
+settled(before)
+torch.set_num_threads(2)
+workers.note_step(1.0, 1.0)
+attend()
+assert threads() == before + 2
+workers.close()
+"""
+    )
+    run(
+        DECODE
+        + """
+workers = OpenmpWorkers("auto")
+workers.note_step(1.0, 0.1)
+assert workers.is_sleeping
+settled(before + len(os.sched_getaffinity(0)) + 1)
+sleeping = threads()
+attend()
+assert threads() == sleeping + 2
+workers.close()
+"""
+    )
