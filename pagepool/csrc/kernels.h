@@ -206,6 +206,16 @@ static inline int pp_query_parts(int32_t arithmetic, int32_t q_dtype) {
 }
 static inline int pp_weight_parts(int32_t arithmetic) { return arithmetic == PP_ROUNDED_BF16 ? 1 : 2; }
 
+/* A call of pp_linear_few. */
+typedef struct pp_linear {
+    const unsigned char *tiles; /* x: for each 32 rows [inputs / 32][32][64 bytes] */
+    int64_t rows, inputs, outputs;
+    const void *weight;
+    const uint16_t *bias; /* or NULL */
+    uint16_t *out;
+} pp_linear;
+enum { PP_LINEAR_STEP_BYTES = 64 }; /* 32 inputs of a row */
+
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
@@ -238,12 +248,14 @@ typedef struct pp_kernels {
                          uint16_t *sum, uint16_t *out);
     void (*rotate_row)(uint16_t *x, const uint16_t *cos, const uint16_t *sin, int64_t heads, int64_t dim);
     void (*lookup_mul_row)(const uint16_t *gate, const uint16_t *up, const uint16_t *table, int64_t n, uint16_t *out);
+    void (*linear)(const pp_linear *work, int64_t begin, int64_t end); /* for blocks of 32 outputs; may be NULL */
 } pp_kernels;
 
 extern const pp_tile_kernels pp_tiles_baseline;
 extern const pp_kernels pp_kernels_baseline;
 #if defined(__x86_64__)
 extern const pp_tile_kernels pp_tiles_avx2, pp_tiles_avx512, pp_tiles_avx512_wide, pp_tiles_amx;
+void pp_linear_by_amx(const pp_linear *work, int64_t begin, int64_t end);
 extern const int pp_tiles_amx_portable; /* pp_tiles_amx needs no AMX: simd_tiles.h */
 extern const pp_kernels pp_kernels_avx2;
 extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;

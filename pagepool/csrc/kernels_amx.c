@@ -58,6 +58,8 @@ const int pp_tiles_amx_portable = 0;
 #include "tiles_panel.h"
 #include "tiles_amx.h"
 #include "tiles_amx_decode.h"
+#include "linear.h"
+#include "linear_amx.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -32,9 +32,9 @@
 
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
 const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) =
-    PP_KERNELS_(PP_TEXT(PP_ISA_BF16), PP_TILE_KERNELS, PP_MIXED_KERNELS);
+    PP_KERNELS_(PP_TEXT(PP_ISA_BF16), PP_TILE_KERNELS, NULL, PP_MIXED_KERNELS);
 #if PP_WIDE /* kernels_amx.c replaces the products of tiles; everything else is shared */
-const pp_kernels pp_kernels_amx = PP_KERNELS_("amx", pp_tiles_amx, PP_MIXED_KERNELS);
+const pp_kernels pp_kernels_amx = PP_KERNELS_("amx", pp_tiles_amx, pp_linear_by_amx, PP_MIXED_KERNELS);
 #endif
 
 #if defined(__clang__)

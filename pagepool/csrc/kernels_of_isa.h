@@ -34,9 +34,9 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-/* All kernels of an instruction set.  `own_tiles` holds the kernels of tiles.  The other arguments are the kernels of
- * mixed pages, or NULL. */
-#define PP_KERNELS(isa, own_tiles, mixed, mixed_pack, mixed_prefill, mixed_shared) \
+/* All kernels of an instruction set.  `own_tiles` holds the kernels of tiles, `own_linear` is the kernel of linear.h or
+ * NULL.  The other arguments are the kernels of mixed pages, or NULL. */
+#define PP_KERNELS(isa, own_tiles, own_linear, mixed, mixed_pack, mixed_prefill, mixed_shared) \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
@@ -60,6 +60,7 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
         .rms_norm_row = rms_norm_row,                           \
         .rotate_row = rotate_row,                               \
         .lookup_mul_row = lookup_mul_row,                       \
+        .linear = own_linear,                                   \
     }
 #define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 
@@ -68,4 +69,4 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_OWN_MIXED PP_MIXED_KERNELS
 #endif
 
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_TILE_KERNELS, PP_OWN_MIXED);
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_TILE_KERNELS, NULL, PP_OWN_MIXED);

@@ -25,6 +25,11 @@ cdef extern from "draw.h" nogil:
     int64_t pp_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept
     int64_t pp_largest_bf16(const uint16_t *logits, int64_t n) noexcept
 
+cdef extern from "linear.h" nogil:
+    int pp_linear_has_few() noexcept
+    pp_status pp_linear_few(const uint16_t *x, int64_t rows, int64_t inputs, const void *weight, const uint16_t *bias,
+                            int64_t outputs, uint16_t *out, int num_threads) noexcept
+
 cdef extern from "elementwise.h" nogil:
     void pp_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
                      int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept
@@ -89,6 +94,15 @@ cdef void c_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint1
 cdef void c_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
                        int64_t n, uint16_t *out, int num_threads) noexcept nogil:
     pp_lookup_mul(gate, up, stride, table, rows, n, out, num_threads)
+
+
+cdef int c_linear_has_few() noexcept nogil:
+    return pp_linear_has_few()
+
+
+cdef pp_status c_linear_few(const uint16_t *x, int64_t rows, int64_t inputs, const void *weight, const uint16_t *bias,
+                            int64_t outputs, uint16_t *out, int num_threads) noexcept nogil:
+    return pp_linear_few(x, rows, inputs, weight, bias, outputs, out, num_threads)
 
 
 cdef void c_use_fork_join(size_t fork_join, int team_size) noexcept nogil:

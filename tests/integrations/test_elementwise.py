@@ -1,9 +1,15 @@
-"""The operations between linear layers against their definition in NumPy, bit by bit."""
+"""Operations of models in bfloat16 against their definition in NumPy, bit by bit."""
 
 import numpy as np
 import pytest
 
-from pagepool.integrations.transformers.elementwise import lookup_mul, rms_norm, rotate
+from pagepool.integrations.transformers.elementwise import (
+    has_linear_few,
+    linear_few,
+    lookup_mul,
+    rms_norm,
+    rotate,
+)
 
 EPS = 1e-6
 
@@ -104,3 +110,46 @@ def test_a_nan_stays_a_nan():
     table = np.full(1 << 16, 0xFFC0, np.uint16)
     lookup_mul(address(x), address(x), 64, address(table), 1, 64, address(out), 1)
     assert np.isnan(values_of(out)).all()
+
+
+def packed(weight):
+    """Pack (outputs, inputs) as oneDNN does for AMX: [outputs / 32][inputs / 2][32][2], padded with zeros."""
+    outputs, inputs = weight.shape
+    blocks = np.zeros((-(-outputs // 32) * 32, inputs), np.uint16)
+    blocks[:outputs] = weight
+    return np.ascontiguousarray(blocks.reshape(-1, 32, inputs // 2, 2).swapaxes(1, 2))
+
+
+def products(x, weight, bias):
+    """Multiply as AMX does: for each 32 inputs, the sum over the even ones, then that over the odd ones."""
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for step in range(0, x.shape[1], 32):
+        sums = np.zeros((2, *total.shape), np.float32)
+        for place in range(32):
+            a, b = x[:, step + place], weight[:, step + place]
+            sums[place % 2] += values_of(a)[:, None] * values_of(b)  # the product of two bfloat16 is exact
+        total += sums[0] + sums[1]
+    return bits_of(rounded(total if bias is None else total + values_of(bias)))
+
+
+@pytest.mark.skipif(not has_linear_few(), reason="the kernels in use are not those of AMX")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 33, 64, 100])
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 1), (64, 31), (96, 32), (768, 33), (320, 200)])
+def test_linear_layers_round_once_and_add_in_the_order_of_the_inputs(inputs, outputs, rows, threads):
+    x, weight, bias = random((rows, inputs)), random((outputs, inputs), 1), random(outputs, 2)
+    memory = packed(weight)
+    for used in (None, bias):
+        out = np.full((rows + 1, outputs), 0x1234, np.uint16)  # one more row shows writes beyond the end
+        at = 0 if used is None else address(used)
+        linear_few(address(x), rows, inputs, address(memory), at, outputs, address(out), threads)
+        assert np.array_equal(out[:rows], products(x, weight, used))
+        assert (out[rows] == 0x1234).all()
+
+
+@pytest.mark.skipif(not has_linear_few(), reason="the kernels in use are not those of AMX")
+def test_linear_layers_without_memory_write_nothing():
+    x, out = random((1, 32)), np.full(8, 0x1234, np.uint16)
+    with pytest.raises(MemoryError, match=r"1125899906842624 rows of 32 inputs"):
+        linear_few(address(x), 1 << 50, 32, address(x), 0, 8, address(out), 1)
+    assert (out == 0x1234).all()

@@ -1,6 +1,7 @@
 """Packed and fused linear layers generate the same tokens as the model's own layers. Afterwards the model is
 unchanged."""
 
+import ctypes
 import gc
 
 import pytest
@@ -152,11 +153,38 @@ def test_a_shape_may_round_otherwise_only_where_the_layer_itself_does(own_rows, 
     module = torch.nn.Linear(64, 48).bfloat16()
     run = lambda x, *rest: larger(alone(own, x, module.weight, module.bias), packed_rows, steps)  # noqa: E731
     monkeypatch.setattr(linear, "RUN", run)
+    monkeypatch.setattr(linear, "has_linear_few", lambda: False)
     assert linear.PackedLayer([module]).equals_linear() is equal
 
 
 def alone(function, x, *rest):
     return torch.cat([function(row, *rest) for row in x.split(1)])
+
+
+@needs_bf16
+@pytest.mark.parametrize("right", [True, False])
+def test_another_order_of_packed_weights_leaves_all_rows_to_onednn(right, monkeypatch):
+    module = torch.nn.Linear(64, 48).bfloat16()
+    calls = []
+
+    def few(x, rows, inputs, weight, bias, outputs, out, threads):
+        calls.append(rows)
+        results = torch.frombuffer((ctypes.c_int16 * (rows * outputs)).from_address(out), dtype=torch.bfloat16)
+        given = torch.frombuffer((ctypes.c_int16 * (rows * inputs)).from_address(x), dtype=torch.bfloat16)
+        own = torch.nn.functional.linear(given.view(rows, inputs), module.weight, module.bias)
+        results.view(rows, outputs).copy_(own if right else own + 1)
+
+    monkeypatch.setattr(linear, "linear_few", few)
+    monkeypatch.setattr(linear.PackedLayer, "_suits_few", lambda layer: True)
+    with torch.no_grad():
+        layer = linear.PackedLayer([module])
+        assert layer.usable_rows() == (linear.FEW_ROWS if right else 0)
+        assert max(calls) <= linear.FEW_ROWS and len(calls) == (5 if right else 1)
+        calls.clear()
+        x = torch.randn(1, 2, 64).bfloat16()
+        assert torch.equal(layer.run(x), torch.nn.functional.linear(x, module.weight, module.bias))
+        assert layer.run(x[:, :0]).shape == (1, 0, 48)
+        assert calls == ([2] if right else [])
 
 
 def test_layers_are_not_fused_where_the_model_wants_contiguous_results():

@@ -1,5 +1,9 @@
-__all__ = ["lookup_mul", "rms_norm", "rotate"]
+__all__ = ["has_linear_few", "linear_few", "lookup_mul", "rms_norm", "rotate"]
 
+def has_linear_few() -> bool: ...
+def linear_few(
+    x: int, rows: int, inputs: int, weight: int, bias: int, outputs: int, out: int, num_threads: int
+) -> None: ...
 def rms_norm(
     x: int, delta: int, weight: int, eps: float, rows: int, n: int, sum: int, out: int, num_threads: int
 ) -> None: ...

@@ -1,13 +1,33 @@
-"""Operations between linear layers in bfloat16, with the bits of torch's eager mode. Internal: for `fused`.
+"""Operations of models in bfloat16, with the bits of torch's eager mode. Internal: for `fused` and `linear`.
 
 Arguments are addresses of contiguous bfloat16 rows, as `torch.Tensor.data_ptr` returns them. They are not checked.
 """
 
 from libc.stdint cimport int64_t, uint16_t, uintptr_t
 
-from pagepool.memory.kernels cimport c_lookup_mul, c_rms_norm, c_rotate
+from pagepool.csrc cimport PP_OK
+from pagepool.memory.kernels cimport c_linear_few, c_linear_has_few, c_lookup_mul, c_rms_norm, c_rotate
 
-__all__ = ["lookup_mul", "rms_norm", "rotate"]
+__all__ = ["has_linear_few", "linear_few", "lookup_mul", "rms_norm", "rotate"]
+
+
+def has_linear_few():
+    """Return whether this CPU has the instructions of `linear_few`, AMX."""
+    return bool(c_linear_has_few())
+
+
+def linear_few(uintptr_t x, int64_t rows, int64_t inputs, uintptr_t weight, uintptr_t bias, int64_t outputs,
+               uintptr_t out, int num_threads):
+    """Write x weight + bias to `out`, (rows, outputs), for a weight that oneDNN has packed for AMX.
+
+    `inputs` is a multiple of 32. `bias` may be 0. Raises MemoryError. Releases the GIL.
+    """
+    cdef bint has_memory
+    with nogil:
+        has_memory = c_linear_few(<const uint16_t *>x, rows, inputs, <const void *>weight, <const uint16_t *>bias,
+                                  outputs, <uint16_t *>out, num_threads) == PP_OK
+    if not has_memory:
+        raise MemoryError(f"no memory for {rows} rows of {inputs} inputs")
 
 
 def rms_norm(uintptr_t x, uintptr_t delta, uintptr_t weight, float eps, int64_t rows, int64_t n, uintptr_t sum,
