@@ -217,7 +217,8 @@ def runtime(*names):
 def san_python(session):
     """The tests of memory, kernels and prefix cache under ASan and UBSan."""
     build(session, "address-undefined", PAGEPOOL_SANITIZE="address,undefined")
-    names = os.environ.get("SAN_TESTS", "memory attention prefix engine/test_sampling.py").split()
+    known = "memory attention prefix engine/test_sampling.py integrations/test_elementwise.py"
+    names = os.environ.get("SAN_TESTS", known).split()
     options = ["--capture=sys", "-k", "not canonical_order", "--ignore=tests/attention/test_isas.py"]
     env = {"PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}
     env["LD_PRELOAD"] = runtime("libasan.so", "libubsan.so")

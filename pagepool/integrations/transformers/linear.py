@@ -2,9 +2,11 @@
 
 `F.linear` packs its weights again in each call. oneDNN can pack them once, and layers with the same input can be fused.
 A decode step in bfloat16 then takes 0.64 to 0.78 of the time. On CPUs with AMX our own kernel multiplies up to 64 rows
-by a packed weight: it takes 0.8 of the time of oneDNN's, because it prefetches. In 16-bit dtypes the results are equal bit by bit. This
-is checked for each shape, and a layer with different results is not packed. Exception: on CPUs with AMX, a row's result
-of `F.linear` depends on the number of rows if there are about 64 or more. Only there the last bit may differ.
+by a packed weight. It takes 0.8 of the time of oneDNN's, because it prefetches.
+
+In 16-bit dtypes the results are equal bit by bit. This is checked for each shape, and a layer with different results is
+not packed. Exception: on CPUs with AMX, a row's result of `F.linear` depends on the number of rows if there are about
+64 or more. Only there the last bit may differ.
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class PackedLayer:
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
         self._outputs = sum(self._sizes)
+        self._address = torch.ops.mkldnn.data_ptr(self._packed)
         self.few_rows = FEW_ROWS if self._suits_few() else 0
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
@@ -78,10 +81,8 @@ class PackedLayer:
         rows = x.numel() // inputs
         if 0 < rows <= self.few_rows and x.is_contiguous() and x.dtype is torch.bfloat16:
             result = x.new_empty((*x.shape[:-1], self._outputs))
-            weight, bias = torch.ops.mkldnn.data_ptr(self._packed), 0 if self._bias is None else self._bias.data_ptr()
-            linear_few(
-                x.data_ptr(), rows, inputs, weight, bias, self._outputs, result.data_ptr(), torch.get_num_threads()
-            )
+            bias, threads = 0 if self._bias is None else self._bias.data_ptr(), torch.get_num_threads()
+            linear_few(x.data_ptr(), rows, inputs, self._address, bias, self._outputs, result.data_ptr(), threads)
             return result
         result = RUN(x, self._packed, self._bias, "none", [], "")
         return result
@@ -181,8 +182,8 @@ class PackedLayer:
 
     def use_huge_pages(self) -> None:
         """Ask Linux to keep the packed weights in huge pages. The kernel may ignore this."""
-        begin = -(-torch.ops.mkldnn.data_ptr(self._packed) // HUGE_PAGE) * HUGE_PAGE
-        size = torch.ops.mkldnn.data_ptr(self._packed) + torch.ops.mkldnn._nbytes(self._packed) - begin
+        begin = -(-self._address // HUGE_PAGE) * HUGE_PAGE
+        size = self._address + torch.ops.mkldnn._nbytes(self._packed) - begin
         if size >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             madvise = ctypes.CDLL(None).madvise
             for advice in (MADV_HUGEPAGE, MADV_COLLAPSE):
