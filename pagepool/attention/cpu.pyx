@@ -31,7 +31,7 @@ cdef int c_num_threads() except -1:
 
 
 def _use_fork_join(size_t fork_join, int team_size):
-    """Run parallel kernels of the calling thread by the C function at an address, see `pp_use_fork_join`. 0: by the workers."""
+    """Run kernels of the calling thread by the function at an address, see `pp_use_fork_join`. 0: by the workers."""
     c_use_fork_join(fork_join, team_size)
 
 
