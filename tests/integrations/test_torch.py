@@ -1,6 +1,6 @@
 """torch tensors of every kind as arguments of every call. `make test-torch` creates an environment with torch.
 
-tests/memory/test_dlpack_import.py tests the same with stand-ins, without torch.
+tests/memory/test_dlpack_import.py has these tests for objects like tensors, where torch is not installed.
 """
 
 import subprocess
