@@ -116,7 +116,7 @@ class OpenmpWorkers:
     def _place_kernels(self) -> None:
         """Run the kernels of the calling thread on the workers of libgomp if these spin, otherwise on pagepool's."""
         address = size = 0
-        if not self.is_sleeping and len(self._libraries) == 1 and os.environ.get("OMP_WAIT_POLICY", "") != "passive":
+        if not self.is_sleeping and len(self._libraries) == 1 and not is_passive():
             (library,) = self._libraries
             if library.omp_get_max_threads() >= cpu_info()["num_threads"]:
                 size = library.omp_get_max_threads()  # as in the loops of torch
@@ -144,6 +144,11 @@ class OpenmpWorkers:
             ended.set()
             thread.join()
             self._sleeping = None
+
+
+def is_passive() -> bool:
+    """Return whether the environment makes workers sleep between two loops."""
+    return os.environ.get("OMP_WAIT_POLICY", "").strip().lower() == "passive"
 
 
 def loaded_libraries() -> list[ctypes.CDLL]:

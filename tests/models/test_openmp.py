@@ -135,6 +135,21 @@ assert os.waitpid(child, 0)[1] == 0
     )
 
 
+def test_attention_runs_on_its_own_workers_where_the_environment_makes_those_of_openmp_sleep():
+    run(
+        DECODE
+        + """
+os.environ["OMP_WAIT_POLICY"] = " Passive"  # libgomp has read another value
+workers = OpenmpWorkers("spin")
+settled(before)
+workers.note_step(1.0, 1.0)
+attend()
+assert threads() == before + 2
+workers.close()
+"""
+    )
+
+
 def test_attention_runs_on_its_own_workers_while_those_of_openmp_sleep_or_are_fewer():
     run(
         DECODE

@@ -28,11 +28,12 @@ PACK = torch.ops.mkldnn._reorder_linear_weight
 RUN = torch.ops.mkldnn._linear_pointwise
 # Smallest number of rows for packed weights. Below it oneDNN is slower in float32: 0.8 of the speed for one row.
 LEAST_ROWS = {torch.bfloat16: 0, torch.float32: 4}
-ROWS = (1, 3, 8, 17, 32, 100, 256)  # numbers of rows at which a shape is checked
+ROWS = (1, 3, 8, 17, 32, 40, 100, 256)  # numbers of rows at which a shape is checked
 # Largest difference between sums in another order, relative to the largest result. Rounding to the dtype is extra.
 TOLERANCE = 1e-5
-# With up to FEW_ROWS rows our own kernel reads a packed weight faster than oneDNN, on CPUs with AMX.
-FEW_ROWS, FEW_INPUTS, FEW_OUTPUTS = 64, 32, 32  # multiples of the inputs, and of the outputs after padding
+# On CPUs with AMX our kernel multiplies up to FEW_ROWS rows. With 128 rows it takes as long as oneDNN. The number of
+# inputs must be a multiple of FEW_INPUTS, and oneDNN pads the outputs to a multiple of FEW_OUTPUTS.
+FEW_ROWS, FEW_INPUTS, FEW_OUTPUTS = 64, 32, 32
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 
