@@ -175,7 +175,8 @@ static atomic_int inside, most_inside;
 static void count_inside(void *unused, int64_t begin, int64_t end) {
     (void)unused;
     const int now = atomic_fetch_add(&inside, 1) + 1;
-    for (int most = atomic_load(&most_inside); most < now && !atomic_compare_exchange_weak(&most_inside, &most, now);) {}
+    int most = atomic_load(&most_inside);
+    while (most < now && !atomic_compare_exchange_weak(&most_inside, &most, now)) {}
     wait_ns(20000 * (end - begin));
     atomic_fetch_sub(&inside, 1);
 }
