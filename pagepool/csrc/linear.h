@@ -1,7 +1,7 @@
 /* linear.h: linear layers in bf16 with few rows, over the packed weights of oneDNN.
  *
- * A decode step reads each weight once, so that memory is its limit.  For 32 rows this takes 0.8 of the time of oneDNN's
- * own function, which does not prefetch weights. */
+ * A decode step reads each weight once, so that memory is its limit.  For 32 rows this takes 0.8 of the time of
+ * oneDNN's own function, which does not prefetch weights. */
 #ifndef PP_LINEAR_H
 #define PP_LINEAR_H
 
