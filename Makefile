@@ -43,7 +43,7 @@ lint: build $(VENV)/.tools  ## ruff, import-linter, mypy, stubtest, cython-lint,
 	PATH=$(abspath $(VENV))/bin:$$PATH cython-lint $$(git ls-files '*.pyx' '*.pxd' 2>/dev/null || find pagepool tests -name '*.p[yx][xd]')
 	$(PY) .ci/prose.py
 docs: build $(VENV)/.tools  ## the guide and the reference as HTML, in build/docs; warnings are errors
-	$(PY) -m sphinx -q -n -W --keep-going docs build/docs
+	$(PY) -m sphinx -q -E -n -W --keep-going docs build/docs
 format: $(VENV)/.tools  ## write Python as ruff wants it
 	$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format .
 
