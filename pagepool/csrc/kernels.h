@@ -214,7 +214,6 @@ typedef struct pp_linear {
     const uint16_t *bias; /* or NULL */
     uint16_t *out;
 } pp_linear;
-enum { PP_LINEAR_STEP_BYTES = 64 }; /* 32 inputs of a row */
 
 typedef struct pp_kernels {
     const char *name;

@@ -11,7 +11,7 @@
 
 /* oneDNN's layout for AMX: blocks of 32 outputs one after another.  In a block, 32 inputs take 2 KB: 16 rows for pairs
  * of inputs, each with the pairs of all 32 outputs.  Outputs are padded with zeros to a multiple of 32. */
-enum { PP_LINEAR_OUTPUTS = 32, PP_LINEAR_INPUTS = 32 };
+enum { PP_LINEAR_OUTPUTS = 32, PP_LINEAR_INPUTS = 32, PP_LINEAR_ROWS = 32 /* that are computed together */ };
 
 /* Whether the kernels in use have pp_linear_few. */
 int pp_linear_has_few(void);

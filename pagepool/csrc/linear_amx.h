@@ -27,14 +27,14 @@ static void write_square(const pp_linear *work, const float *sums, int64_t row, 
     }
 }
 
-static void linear_amx(const pp_linear *work, int64_t begin, int64_t end) {
+void pp_linear_by_amx(const pp_linear *work, int64_t begin, int64_t end) {
     const int64_t steps = work->inputs / PP_LINEAR_INPUTS;
-    float sums[32 * PP_LINEAR_OUTPUTS] __attribute__((aligned(64)));
+    float sums[PP_LINEAR_ROWS * PP_LINEAR_OUTPUTS] __attribute__((aligned(64)));
     tiles_begin(TILE_ROWS);
     for (int64_t block = begin; block < end; block++) {
         const unsigned char *weights = (const unsigned char *)work->weight + block * steps * 2 * TILE_BYTES;
-        for (int64_t row = 0; row < work->rows; row += 32) {
-            const int64_t rows = work->rows - row < 32 ? work->rows - row : 32;
+        for (int64_t row = 0; row < work->rows; row += PP_LINEAR_ROWS) {
+            const int64_t left = work->rows - row, rows = left < PP_LINEAR_ROWS ? left : PP_LINEAR_ROWS;
             const unsigned char *a = work->tiles + row * work->inputs * 2, *b = weights;
             tile_zero(0);
             tile_zero(1);
@@ -65,5 +65,3 @@ static void linear_amx(const pp_linear *work, int64_t begin, int64_t end) {
     }
     tiles_end();
 }
-
-void pp_linear_by_amx(const pp_linear *work, int64_t begin, int64_t end) { linear_amx(work, begin, end); }
