@@ -184,6 +184,9 @@ def test_another_order_of_packed_weights_leaves_all_rows_to_onednn(right, monkey
         x = torch.randn(1, 2, 64).bfloat16()
         assert torch.equal(layer.run(x), torch.nn.functional.linear(x, module.weight, module.bias))
         assert layer.run(x[:, :0]).shape == (1, 0, 48)
+        for wrong in (x[..., :32].contiguous(), x.float(), x.to("meta")):
+            with pytest.raises(RuntimeError):
+                layer.run(wrong)
         assert calls == ([2] if right else [])
 
 

@@ -69,7 +69,7 @@ class PackedLayer:
         self._packed = PACK(weights[0] if len(weights) == 1 else torch.cat(weights), ROWS[-1])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self._bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
-        self._outputs = sum(self._sizes)
+        self._inputs, self._outputs = linears[0].in_features, sum(self._sizes)
         self._address = torch.ops.mkldnn.data_ptr(self._packed)
         self.few_rows = FEW_ROWS if self._suits_few() else 0
         self._input: torch.Tensor | None = None
@@ -78,22 +78,28 @@ class PackedLayer:
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Return the results of all layers, concatenated in the last dimension."""
-        inputs = x.shape[-1]
-        rows = x.numel() // inputs
-        if 0 < rows <= self.few_rows and x.is_contiguous() and x.dtype is torch.bfloat16:
+        if 0 < x.numel() <= self.few_rows * self._inputs and self._can_read(x):
             result = x.new_empty((*x.shape[:-1], self._outputs))
-            bias, threads = 0 if self._bias is None else self._bias.data_ptr(), torch.get_num_threads()
-            linear_few(x.data_ptr(), rows, inputs, self._address, bias, self._outputs, result.data_ptr(), threads)
+            rows, bias = x.numel() // self._inputs, 0 if self._bias is None else self._bias.data_ptr()
+            threads = torch.get_num_threads()
+            linear_few(x.data_ptr(), rows, self._inputs, self._address, bias, self._outputs, result.data_ptr(), threads)
             return result
         result = RUN(x, self._packed, self._bias, "none", [], "")
         return result
 
+    def _can_read(self, x: torch.Tensor) -> bool:
+        """Return whether `linear_few` can read rows, which it does not check. oneDNN refuses all wrong ones."""
+        return x.shape[-1] == self._inputs and x.dtype is torch.bfloat16 and x.is_cpu and x.is_contiguous()
+
     def _suits_few(self) -> bool:
         """Return whether `linear_few` can read the packed weights. `equals_linear` checks their order."""
-        linear, outputs = self.linears[0], -(-self._outputs // FEW_OUTPUTS) * FEW_OUTPUTS
-        if linear.weight.dtype is not torch.bfloat16 or linear.in_features % FEW_INPUTS or not has_linear_few():
+        outputs = -(-self._outputs // FEW_OUTPUTS) * FEW_OUTPUTS
+        dtypes = {tensor.dtype for one in self.linears for tensor in (one.weight, one.bias) if tensor is not None}
+        if dtypes != {torch.bfloat16} or self._inputs % FEW_INPUTS or not has_linear_few():
             return False
-        return bool(torch.ops.mkldnn._nbytes(self._packed) == 2 * outputs * linear.in_features)
+        if self._bias is not None and not self._bias.is_contiguous():
+            return False
+        return bool(torch.ops.mkldnn._nbytes(self._packed) == 2 * outputs * self._inputs)
 
     def part(self, place: int, x: torch.Tensor) -> torch.Tensor:
         """Return the result of one layer. The first layer that gets `x` computes the results of all layers."""
