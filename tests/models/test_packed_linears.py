@@ -133,8 +133,8 @@ def test_the_check_of_a_shape_finds_other_results():
 
 
 def larger(x, rows, steps):
-    """Return x with the first element larger by some steps of bfloat16 if it has at least this many rows."""
-    if len(x) < rows:
+    """Return x with the first element larger by some steps of bfloat16 if its number of rows is one of these."""
+    if len(x) not in rows:
         return x
     x = x.clone()
     x.view(torch.int16)[0, 0] += steps
@@ -144,9 +144,17 @@ def larger(x, rows, steps):
 @needs_bf16
 @pytest.mark.parametrize(
     ("own_rows", "packed_rows", "steps", "equal"),
-    [(999, 999, 0, True), (999, 100, 1, False), (100, 999, 1, True), (100, 999, 40, False), (100, 3, 1, False)],
+    [
+        ((), (), 0, True),
+        ((), (100, 256), 1, False),
+        ((100, 256), (), 1, True),
+        ((100, 256), (), 40, False),
+        ((100, 256), (3,), 1, False),
+        ((100,), (256,), 1, True),
+        ((256,), (100,), 1, False),
+    ],
 )
-def test_a_shape_may_round_otherwise_only_where_the_layer_itself_does(own_rows, packed_rows, steps, equal, monkeypatch):
+def test_a_shape_may_round_otherwise_only_from_where_the_layer_itself_does(own_rows, packed_rows, steps, equal, monkeypatch):
     # The packed layer returns what `F.linear` returns for rows alone, except for the steps.
     own = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: larger(alone(own, x, *rest), own_rows, steps))
