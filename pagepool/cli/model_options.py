@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require", "summary_of", "weights_of"]
 
 MAX_SEQUENCES = 4096
+MAX_BATCH_TOKENS = 1 << 20
 MAX_THREADS = 256  # limit of `decode`
 # Part of a checkout and of an unpacked sdist, but not of the wheel.
 TINY_LLAMA = Path(__file__).parents[2] / "bench" / "tiny_llama"
@@ -59,6 +60,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=32,
         metavar="N",
         help="maximum number of sequences that run at the same time; default: 32",
+    )
+    add(
+        "--max-batch-tokens",
+        type=between(1, MAX_BATCH_TOKENS),
+        default=SchedulerConfig.max_batch_tokens,
+        metavar="N",
+        help="maximum number of tokens of one step, of prompts and new ones; default: %(default)s",
+    )
+    add(
+        "--max-prefill-tokens",
+        type=between(1, MAX_BATCH_TOKENS),
+        default=SchedulerConfig.max_prefill_tokens,
+        metavar="N",
+        help="maximum number of tokens of one prompt in one step; default: %(default)s",
     )
     add("--threads", type=between(1, MAX_THREADS), metavar="N", help="threads of torch and of attention; default: all")
     add(
@@ -124,7 +139,6 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
     if options.threads is not None:
         import_module("torch").set_num_threads(options.threads)
         os.environ["PAGEPOOL_NUM_THREADS"] = str(options.threads)
-    config = SchedulerConfig(max_sequences=options.max_sequences, max_batch_sequences=options.max_sequences)
     try:
         model, tokenizer = load_pretrained(folder, options.dtype)
         return Engine(
@@ -132,7 +146,7 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             tokenizer,
             pool_bytes=options.pool_bytes,
             dtype=options.kv_dtype,
-            config=config,
+            config=scheduler_config(options),
             prefix_cache=not options.no_prefix_cache,
             openmp=options.openmp,
             store=options.store,
@@ -145,6 +159,16 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
         raise UsageError(str(error)) from error
     except (TypeError, ValueError, PoolError, OSError) as error:
         raise UsageError(f"{folder}: {error}") from error
+
+
+def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
+    """Return the budgets of the scheduler. All running sequences may be in one step."""
+    return SchedulerConfig(
+        max_sequences=options.max_sequences,
+        max_batch_sequences=options.max_sequences,
+        max_batch_tokens=options.max_batch_tokens,
+        max_prefill_tokens=options.max_prefill_tokens,
+    )
 
 
 def weights_of(model: Path, options: argparse.Namespace) -> str | None:

@@ -87,6 +87,23 @@ def test_a_file_or_size_that_cannot_be_used_gets_one_sentence(tmp_path, capsys):
     assert file.read_text() == "x"
 
 
+def test_the_budgets_of_a_step_come_from_the_command_line(monkeypatch, capsys):
+    found = []
+
+    def opened(*model, config, **options):
+        found.append((config.max_batch_tokens, config.max_prefill_tokens, config.max_batch_sequences))
+        raise ValueError("no engine")
+
+    monkeypatch.setattr("pagepool.engine.Engine", opened)
+    budgets = ["--max-batch-tokens", "2048", "--max-prefill-tokens", "1024", "--max-sequences", "4"]
+    for arguments in ([], budgets):
+        assert cli.main(["serve", "--port", "0", *arguments]) == 2
+    assert found == [(512, 256, 32), (2048, 1024, 4)]
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--max-batch-tokens", "0"])
+    assert "--max-batch-tokens" in capsys.readouterr().err
+
+
 def test_a_unix_socket_is_private_and_removed_at_exit(tmp_path):
     path = tmp_path / "socket"
     for _ in range(2):  # a stale socket of a killed server is replaced
