@@ -1,8 +1,8 @@
-"""Write the model of the comparison to a folder: `python bench/compare/model.py FOLDER [--gguf]`.
+"""Write the model of the comparison: `python bench/compare/model.py FOLDER [--dtype bfloat16] [--gguf]`.
 
-A Llama with 33 million random weights in float32 and the tokenizer of `bench/tiny_llama`. `--gguf` also writes
-`model.gguf` for llama.cpp, with the same weights, and needs the package gguf. Greedy decoding never picks a special
-token or a part of a character, because their output rows are zero: each new token adds text to a stream.
+A Llama with 33 million random weights and the tokenizer of `bench/tiny_llama`. `--gguf` also writes `model.gguf` for
+llama.cpp, with the same weights, and needs the package gguf. Greedy decoding never picks a special token or a part of a
+character, because their output rows are zero: each new token adds text to a stream.
 """
 
 import argparse
@@ -24,10 +24,15 @@ SIZES = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-TOKEN_BYTES = 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * SIZES["head_dim"] * 4  # float32 K and V
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
-def write_model(folder):
+def token_bytes(dtype):
+    """Return the bytes of the keys and values of one token."""
+    return 2 * SIZES["num_hidden_layers"] * SIZES["num_key_value_heads"] * SIZES["head_dim"] * DTYPE_BYTES[dtype]
+
+
+def write_model(folder, dtype):
     """Write weights and tokenizer in transformers' format; return the model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,7 +42,7 @@ def write_model(folder):
     silent = [token["id"] for token in tokenizer["added_tokens"]]
     silent += [number for token, number in vocabulary.items() if not token.replace("Ġ", "").replace("Ċ", "").isascii()]
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), **SIZES)).float()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(vocabulary), **SIZES)).to(getattr(torch, dtype))
     with torch.no_grad():
         model.lm_head.weight[silent] = 0
     model.save_pretrained(folder)
@@ -55,6 +60,7 @@ def interleaved(weight, heads):
 def write_gguf(model, folder):
     """Write the same weights as GGUF."""
     import gguf
+    import torch
 
     tokenizer = json.loads((TOKENIZER / "tokenizer.json").read_text())["model"]
     tokens = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
@@ -89,15 +95,22 @@ def write_gguf(model, folder):
         "post_attention_layernorm": "ffn_norm",
     }
     heads = {"attn_q": SIZES["num_attention_heads"], "attn_k": SIZES["num_key_value_heads"]}
-    weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
-    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
-    writer.add_tensor("output.weight", weights["lm_head.weight"])
+    weights = {name: tensor.float().numpy() for name, tensor in model.state_dict().items()}
+
+    def add(name, weight):
+        if weight.ndim == 1 or model.dtype is torch.float32:  # llama.cpp reads the weights of norms in float32 only
+            writer.add_tensor(name, weight.copy())
+        else:
+            bf16 = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(name, gguf.quantize(weight, bf16), raw_dtype=bf16)
+
+    add("token_embd.weight", weights["model.embed_tokens.weight"])
+    add("output_norm.weight", weights["model.norm.weight"])
+    add("output.weight", weights["lm_head.weight"])
     for layer in range(SIZES["num_hidden_layers"]):
         for theirs, ours in names.items():
             weight = weights[f"model.layers.{layer}.{theirs}.weight"]
-            weight = interleaved(weight, heads[ours]) if ours in heads else weight
-            writer.add_tensor(f"blk.{layer}.{ours}.weight", weight.copy())
+            add(f"blk.{layer}.{ours}.weight", interleaved(weight, heads[ours]) if ours in heads else weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -107,10 +120,11 @@ def write_gguf(model, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
     parser.add_argument("--gguf", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
-    model = write_model(options.folder)
+    model = write_model(options.folder, options.dtype)
     if options.gguf:
         write_gguf(model, options.folder)
 

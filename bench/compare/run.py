@@ -1,15 +1,15 @@
 """Compare servers on one small model: latency, throughput, shared prefixes, retained cache and memory.
 
-    python bench/compare/run.py [--side pagepool,vllm,llama_cpp] [--peers build/peers] [--threads 2] [--rounds 3]
-                                [--folder DIR] [--json FILE] [--plot FILE]
+    python bench/compare/run.py [--side pagepool,vllm,llama_cpp] [--dtype bfloat16] [--peers build/peers]
+                                [--threads 2] [--rounds 3] [--folder DIR] [--json FILE] [--plot FILE]
 
 Needs the extra `serve`, httpx and, for the row "retained", cache-pressure. vLLM and llama-cpp-python (with its extra
 `server`) have their own environments in `--peers`: `vllm` and `llama_cpp`; this one then also needs gguf. A side
 without an environment is left out by name. Nothing is downloaded: `model.py` makes the model.
 
-All servers have the same number of threads, weights in float32 and room for the same number of tokens. They take turns,
-workload by workload and round by round; the table has medians over the rounds. While one server is measured, the others
-are stopped by SIGSTOP: vLLM's worker spins on a CPU for a second after each request.
+All servers have the same number of threads, weights of `--dtype` and room for the same number of tokens. They take
+turns, workload by workload and round by round; the table has medians over the rounds. While one server is measured, the
+others are stopped by SIGSTOP: vLLM's worker spins on a CPU for a second after each request.
 
 alone     one request: 512 prompt tokens, 64 new ones
 clients   32 requests at once: 256 prompt tokens, 64 new ones
@@ -43,13 +43,14 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
 from machine import cpu_name  # noqa: E402
-from model import TOKEN_BYTES  # noqa: E402
+from model import DTYPE_BYTES, token_bytes  # noqa: E402
 
 ROOM = 48 * 1024  # tokens of the pool of each server
 CLIENTS = 32
 MAX_TOKENS = 4096  # of a request
 PATIENCE = 900
 CONTEXT = 2000  # tokens of a context of cache-pressure
+GGML_TYPES = {"float32": 0, "bfloat16": 1}  # of pages in llama.cpp: F32, and F16, its default
 WORKLOADS = {"alone": (1, 0, 512, 64), "clients": (32, 0, 256, 64), "shared": (32, 1024, 32, 32)}
 COLUMNS = {
     "alone_first": "alone: first token, s",
@@ -142,7 +143,8 @@ class Pagepool(Server):
 
     def arguments(self, folder, options):
         yield from ("-m", "pagepool", "serve", "--model", folder, "--name", "model", "--port", self.port)
-        yield from ("--dtype", "float32", "--pool-bytes", ROOM * TOKEN_BYTES, "--max-sequences", CLIENTS)
+        yield from ("--dtype", options.dtype, "--pool-bytes", ROOM * token_bytes(options.dtype))
+        yield from ("--max-sequences", CLIENTS)
         yield from ("--threads", options.threads, "--no-access-log", "--show-cached-tokens")
 
 
@@ -151,24 +153,27 @@ class Vllm(Server):
 
     def environment(self, options):
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[: options.threads]))
-        space = str(-(-ROOM * TOKEN_BYTES // 2**30) + 1)
+        space = str(-(-ROOM * token_bytes(options.dtype) // 2**30) + 1)
         return {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": space, "VLLM_LOGGING_LEVEL": "WARNING"}
 
     def arguments(self, folder, options):
         yield from ("-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "model")
-        yield from ("--port", self.port, "--dtype", "float32", "--max-num-seqs", CLIENTS)
+        yield from ("--port", self.port, "--dtype", options.dtype, "--max-num-seqs", CLIENTS)
         yield from ("--max-model-len", MAX_TOKENS, "--block-size", 32, "--num-gpu-blocks-override", ROOM // 32)
         yield from ("--enable-prefix-caching", "--enable-prompt-tokens-details")
         yield from options.vllm_options.split()
 
 
 class Llama_cpp(Server):
+    """The server of llama-cpp-python: it runs one request at a time."""
+
     package = "llama-cpp-python"
 
     def arguments(self, folder, options):
         yield from ("-m", "llama_cpp.server", "--model", folder / "model.gguf", "--model_alias", "model")
         yield from ("--port", self.port, "--n_ctx", ROOM, "--n_threads", options.threads)
-        yield from ("--n_threads_batch", options.threads, "--type_k", 0, "--type_v", 0, "--verbose", "false")
+        yield from ("--n_threads_batch", options.threads, "--verbose", "false", "--interrupt_requests", "false")
+        yield from ("--type_k", GGML_TYPES[options.dtype], "--type_v", GGML_TYPES[options.dtype])
 
 
 SIDES = {side.__name__.lower(): side for side in (Pagepool, Vllm, Llama_cpp)}
@@ -299,7 +304,7 @@ def table(rows):
             yield f"| {title} | " + " | ".join(shown) + " |"
 
 
-def draw(rows, path):
+def draw(rows, dtype, path):
     """Draw each column as bars: every side relative to the best one."""
     import matplotlib
 
@@ -318,13 +323,14 @@ def draw(rows, path):
     axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel("share of the best (1 is the best)")
     figure.legend(loc="outside lower center", ncols=len(rows))
-    axes.set_title(f"Servers on one small model, {cpu_name()}", fontsize=9)
+    axes.set_title(f"Servers on one small model in {dtype}, {cpu_name()}", fontsize=9)
     figure.savefig(path, dpi=120)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--side", default=",".join(SIDES))
+    parser.add_argument("--dtype", choices=DTYPE_BYTES, default="bfloat16")
     parser.add_argument("--peers", type=Path, default=ROOT / "build/peers")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -336,16 +342,17 @@ def main():
     with tempfile.TemporaryDirectory() as place:
         folder = options.folder or Path(place)
         gguf = ["--gguf"] if "llama_cpp" in options.side and importlib.util.find_spec("gguf") else []
-        subprocess.run([sys.executable, str(HERE / "model.py"), str(folder), *gguf], check=True)
+        model = [sys.executable, str(HERE / "model.py"), str(folder), "--dtype", options.dtype, *gguf]
+        subprocess.run(model, check=True)
         rows = compare(options, folder)
-    print(f"{cpu_name()}, {options.threads} threads, {options.rounds} rounds\n")
+    print(f"{cpu_name()}, {options.dtype}, {options.threads} threads, {options.rounds} rounds\n")
     print("\n".join(table(rows)))
     for name, row in rows.items():
         print(f"\n{name}: {row['command']}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
     if options.plot:
-        draw(rows, options.plot)
+        draw(rows, options.dtype, options.plot)
 
 
 if __name__ == "__main__":
