@@ -154,7 +154,7 @@ def larger(x, rows, steps):
         ((256,), (100,), 1, False),
     ],
 )
-def test_a_shape_may_round_otherwise_only_from_where_the_layer_itself_does(own_rows, packed_rows, steps, equal, monkeypatch):
+def test_a_shape_may_round_otherwise_only_from_where_the_layer_does(own_rows, packed_rows, steps, equal, monkeypatch):
     # The packed layer returns what `F.linear` returns for rows alone, except for the steps.
     own = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", lambda x, *rest: larger(alone(own, x, *rest), own_rows, steps))

@@ -5,8 +5,8 @@ A decode step in bfloat16 then takes 0.64 to 0.78 of the time. On CPUs with AMX 
 by a packed weight. It takes 0.8 of the time of oneDNN's, because it prefetches.
 
 In 16-bit dtypes the results are equal bit by bit. This is checked for each shape, and a layer with different results is
-not packed. Exception: on CPUs with AMX, a row's result of `F.linear` depends on the number of rows from a number between
-33 and about 100 on, different for each shape. From there on the last bit may differ.
+not packed. Exception: on CPUs with AMX, a row's result of `F.linear` depends on the number of rows from a certain
+number on, between 33 and about 100 for most shapes. From there on the last bit may differ.
 """
 
 from __future__ import annotations
