@@ -272,7 +272,7 @@ def compare(options, folder):
     try:
         for name, server in servers.items():
             server.wait()
-            rows[name] = {"version": server.version(), "command": server.command}
+            rows[name] = {"title": f"{server.package} {server.version()}", "command": server.command}
         texts = Texts(folder)
         for workload, (_, _, _, new) in WORKLOADS.items():
             found = {name: [] for name in servers}
@@ -295,12 +295,12 @@ def compare(options, folder):
 
 def table(rows):
     """The rows as a Markdown table, one column for each side."""
-    yield "| what | " + " | ".join(f"{name} {row['version']}" for name, row in rows.items()) + " |"
+    yield "| what | " + " | ".join(row["title"] for row in rows.values()) + " |"
     yield "|---" * (len(rows) + 1) + "|"
     for key, title in COLUMNS.items():
         values = [row.get(key) for row in rows.values()]
         if any(value is not None for value in values):
-            shown = ["-" if value is None else f"{value:.3g}" for value in values]
+            shown = ["-" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]
             yield f"| {title} | " + " | ".join(shown) + " |"
 
 
@@ -313,12 +313,12 @@ def draw(rows, dtype, path):
 
     keys = [key for key in COLUMNS if all(isinstance(row.get(key), float) for row in rows.values())]
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
-    for place, (name, row) in enumerate(rows.items()):
+    for place, row in enumerate(rows.values()):
         more_is_better = {key: key.endswith("rate") or key == "retained" for key in keys}
         best = {key: (max if more_is_better[key] else min)(other[key] for other in rows.values()) for key in keys}
         heights = [row[key] / best[key] if more_is_better[key] else best[key] / row[key] for key in keys]
         at = [column + place * 0.8 / len(rows) for column in range(len(keys))]
-        axes.bar(at, heights, 0.8 / len(rows), label=f"{name} {row['version']}", align="edge")
+        axes.bar(at, heights, 0.8 / len(rows), label=row["title"], align="edge")
     axes.set_xticks([column + 0.4 for column in range(len(keys))], [COLUMNS[key].replace(": ", ":\n") for key in keys])
     axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel("share of the best (1 is the best)")
