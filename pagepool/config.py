@@ -124,7 +124,7 @@ class KvLayout:
             reason = "V in K" if self.v_in_k else f"a block_size of {self.block_size}, no multiple of {GROUP}"
             raise ValueError(f"K of {self.dtype} and V of {self.v_dtype or self.dtype} cannot be stored with {reason}")
         if self.block_bytes >= MAX_BLOCK_BYTES:
-            raise ValueError(f"a block of {self.block_bytes} bytes is not below the limit of {MAX_BLOCK_BYTES}")
+            raise ValueError(f"a block must have fewer than {MAX_BLOCK_BYTES} bytes, not {self.block_bytes}")
 
     @property
     def page_size(self) -> int:
@@ -191,7 +191,7 @@ class StateLayout:
                 dtype = plain_dtype(state[1])
                 size = prod(shape) * _state_item_bytes(who, dtype)
                 if size >= MAX_BLOCK_BYTES:
-                    raise ValueError(f"{who} has {size} bytes, not below the limit of {MAX_BLOCK_BYTES}")
+                    raise ValueError(f"{who} must have fewer than {MAX_BLOCK_BYTES} bytes, not {size}")
                 states[name] = (shape, dtype)
             layers.append(states)
         object.__setattr__(self, "layers", tuple(layers))

@@ -394,7 +394,7 @@ cdef int narrow_ints(str name, const Py_buffer *view, IntArray *array) except -1
     cdef int64_t number
     array.copy = <int32_t *>PyMem_Malloc(<size_t>(rows * columns + 1) * sizeof(int32_t))
     if array.copy == NULL:
-        raise MemoryError(f"no memory for {name}, {rows * columns} int64, as int32")
+        raise MemoryError(f"no memory to convert {name} from int64 to int32: {rows * columns} elements")
     for row in range(rows):
         numbers = <const int64_t *>(<const char *>view.buf + row * view.strides[0])
         for column in range(columns):

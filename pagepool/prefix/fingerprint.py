@@ -99,7 +99,7 @@ def fingerprint_of(
         raise ValueError("weights must be a digest of the model's weights; it must not be empty")
     found = list(pools) if isinstance(pools, Iterable) else [pools]
     if block_size is None and not found:
-        raise ValueError("block_size must not be None without pools")
+        raise ValueError("block_size is required if there are no pools")
     size = integer("block_size", found[0].block_size if block_size is None else block_size, 1, MAX_BLOCK_SIZE)
     pages = []
     for pool in found:
