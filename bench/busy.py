@@ -15,7 +15,7 @@ from sides.common import Case, times_of, write_case
 from sides.ours import Side
 
 AT_MOST = 1.5  # limit of the disturbed time, in multiples of the undisturbed single-thread time
-CALLS = (20, 5000)  # of a round, from and to: the tail is the question
+CALLS = (20, 5000)  # least and most calls of a round: the slowest calls are the question
 
 
 def spin(core):

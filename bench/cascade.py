@@ -64,7 +64,7 @@ class Case:
                 kv = rng.standard_normal((len(slots), num_kv_heads, self.head_dim), np.float32)
                 self.pool.append(layer, slots, kv, kv)
         self.q = rng.standard_normal((num_seqs, self.num_qo_heads, self.head_dim), np.float32)
-        if not wide and dtype == "bfloat16":  # as its bits
+        if not wide and dtype == "bfloat16":  # NumPy has no bfloat16: pass its bits
             self.q = (self.q.view(np.uint32) >> 16).astype(np.uint16)
         self.out = np.empty_like(self.q)
         self.arithmetic = arithmetic

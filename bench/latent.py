@@ -46,7 +46,7 @@ class Latent:
         self.q = rng.standard_normal((num_seqs, heads, HEAD_DIM), np.float32)
         self.arithmetic = arithmetic
         self.out = np.empty((num_seqs, heads, V_HEAD_DIM), np.float32)
-        if not wide and dtype == "bfloat16":  # as its bits
+        if not wide and dtype == "bfloat16":  # NumPy has no bfloat16: pass its bits
             self.q = (self.q.view(np.uint32) >> 16).astype(np.uint16)
             self.out = np.empty(self.out.shape, np.uint16)
         self.question = {"heads": heads, "sequences": num_seqs, "context": context, "dim": HEAD_DIM}

@@ -98,7 +98,7 @@ class Prefill:
             slots = (table.astype(np.int64)[:, None] * cell.block_size + np.arange(cell.block_size)).reshape(-1)
             self.pool.append(0, slots[:length], k, v)
         self.q = rng.standard_normal((cell.sequences * cell.new, cell.heads, cell.dim), np.float32)
-        if not wide and cell.dtype == "bfloat16":  # as its bits
+        if not wide and cell.dtype == "bfloat16":  # NumPy has no bfloat16: pass its bits
             self.q = (self.q.view(np.uint32) >> 16).astype(np.uint16)
         self.out = np.empty_like(self.q)
         self.starts = (np.arange(cell.sequences + 1) * cell.new).astype(np.int32)

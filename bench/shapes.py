@@ -14,7 +14,7 @@ SHAPES = {
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "int4": 0.5}  # without scales
 COLD = 400e6  # bytes of K and V to rotate over, so that the next call's K and V are in no CPU cache
 
-# Target share of the streaming limit with 1 and 2 threads, by bytes per element.
+# Target share of the speed at which K and V can be read from memory, with 1 and 2 threads, by bytes per element.
 TARGETS = {
     "S1": {2: (0.70, 0.80), 4: (0.70, 0.80)},
     "S2": {2: (0.58, 0.65), 4: (0.70, 0.80)},

@@ -48,7 +48,7 @@ class Source:
         return min(int(np.searchsorted(cumulated, self.random.random())), len(cumulated) - 1)
 
     def tail_of(self, row: Row, cut: int, new: int) -> Row:
-        """Return the next prompt of a conversation: its last `cut` blocks were partial, so new ones replace them."""
+        """Return the next prompt of a conversation: `new` blocks replace the last `cut`, which were partial."""
         return np.concatenate([row[: max(0, len(row) - cut)], self.new(new)])
 
 

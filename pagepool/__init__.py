@@ -99,7 +99,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("Engine", "Generation", "SamplingParams"):  # an engine takes longer to import than all of the above
         return getattr(import_module("pagepool.engine"), name)
-    if name == "MemoryBudget":  # for shared pools alone
+    if name == "MemoryBudget":  # only users of shared pools need it
         return import_module("pagepool.memory.budget").MemoryBudget
     if name == "PrefixStore":  # needs SQLite
         return import_module("pagepool.prefix.store").PrefixStore

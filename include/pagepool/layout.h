@@ -58,7 +58,7 @@ extern "C" {
 typedef enum pp_dtype { PP_F32 = 0, PP_F16 = 1, PP_BF16 = 2, PP_INT8 = 3, PP_INT4 = 4 } pp_dtype;
 
 #define PP_GROUP 16           /* tokens per group in tiled layouts */
-#define PP_V_RUN 64           /* dims per run of V in tiled layouts */
+#define PP_V_RUN 64           /* dims of V that are contiguous for one token in tiled layouts */
 #define PP_MAX_BLOCK_SIZE 1024
 #define PP_MAX_HEAD_DIM 1024  /* of K and of V */
 

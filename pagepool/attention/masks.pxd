@@ -5,7 +5,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 # with.
 cdef class MaskBits:
     cdef const uint8_t *bits
-    cdef Py_ssize_t num_bytes    # of bits; the caller's memory if those came packed
+    cdef Py_ssize_t num_bytes    # size of `bits`, which are the caller's memory if it gave packed bits
     cdef int64_t *indptr         # (num_seqs,)
     cdef int32_t *widths         # (num_seqs,)
     cdef int32_t *seq_lens       # (num_seqs,)

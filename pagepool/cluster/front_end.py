@@ -332,7 +332,7 @@ class FrontEnd(Intake):
                 elif isinstance(message, Token):
                     try:
                         self._deliver(run, message)
-                    except Exception as error:  # from the tokenizer, so it fails on any worker
+                    except Exception as error:  # the tokenizer failed: another worker would not help
                         raise WorkerFailed(f"token {message.token_id} cannot be detokenized: {error}") from error
                     if run.reason is not None:
                         return Ended(run.reason)

@@ -80,7 +80,7 @@ class Worker:
             if pool is None or engine.runner.groups is not None or engine.runner.states is not None:
                 raise ValueError("pages of this model cannot move: it has windows, recurrent states or no attention")
             self._pages = PageMover(transfer, pool, cache, model)
-        self._moved: dict[str, float] = {"moved_tokens": 0, "move_seconds": 0.0}  # for the router of the front end
+        self._moved: dict[str, float] = {"moved_tokens": 0, "move_seconds": 0.0}  # the router of the front end reads it
         self._running: set[_Running] = set()
         # Reads can wait for a peer. They run in separate threads, so that they do not delay other requests.
         self._fetching = ThreadPoolExecutor(MAX_FETCHES, "pagepool-fetch")

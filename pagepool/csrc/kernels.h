@@ -157,9 +157,9 @@ typedef struct pp_shared {
  * that they see.  Writes their results.  The bits are the same as those from chunks and merging. */
 typedef struct pp_query_block {
     pp_chunk chunk;     /* filled in by fill_chunk for the first chunk, then updated for each chunk */
-    pp_queries queries; /* from the sequence's first query token on */
+    pp_queries queries; /* of the sequence, from its first query token on */
     int32_t kv_head, query_begin, query_end, num_qo_heads;
-    void *out;          /* of the sequence's first query token */
+    void *out;          /* results of the sequence, from its first query token on */
     int32_t out_dtype;
     float *lse;         /* NULL, or of the sequence's first query token */
     const float *sinks; /* NULL or (num_qo_heads,) */
@@ -247,7 +247,8 @@ typedef struct pp_kernels {
                          uint16_t *sum, uint16_t *out);
     void (*rotate_row)(uint16_t *x, const uint16_t *cos, const uint16_t *sin, int64_t heads, int64_t dim);
     void (*lookup_mul_row)(const uint16_t *gate, const uint16_t *up, const uint16_t *table, int64_t n, uint16_t *out);
-    void (*linear)(const pp_linear *work, int64_t begin, int64_t end); /* for blocks of 32 outputs; may be NULL */
+    /* From one block of 32 outputs to another.  May be NULL. */
+    void (*linear)(const pp_linear *work, int64_t begin, int64_t end);
 } pp_kernels;
 
 extern const pp_tile_kernels pp_tiles_baseline;

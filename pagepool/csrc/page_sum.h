@@ -15,8 +15,8 @@
 enum {
     PP_SUM_CHUNK = 4096,                         /* bytes that share one pair of sums */
     PP_SUM_WORDS = PP_SUM_CHUNK / 8,             /* words of a chunk */
-    PP_SUM_KEY_BYTES = PP_SUM_CHUNK + 2 * 8,     /* of the key */
-    PP_SUM_BYTES = 2 * sizeof(unsigned __int128) /* that a chunk writes */
+    PP_SUM_KEY_BYTES = PP_SUM_CHUNK + 2 * 8,     /* size of the key */
+    PP_SUM_BYTES = 2 * sizeof(unsigned __int128) /* size of the sums of a chunk */
 };
 
 static inline uint64_t pp_sum_word(const unsigned char *bytes, size_t i)

@@ -130,9 +130,9 @@ static inline pp_v v_load_f16(const uint16_t *from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 }
 
-/* Writes 16 elements of 16 bits into a row of pairs: the first or the second (`odd`) elements.  The other elements are
- * not written, because they may belong to another thread.  With stores of single elements, a decode step over pages of
- * bf16 in the cache took 1.9 to 2.5 times as long (Zen 4). */
+/* Writes 16 elements of 16 bits into 16 pairs: as the first or, if `odd`, as the second element of each pair.  The
+ * other elements are not written, because they may belong to another thread.  With a store for each element, a decode
+ * step over pages of bf16 in the CPU caches took 1.9 to 2.5 times as long (Zen 4). */
 #define PP_MASKED_STORES 1
 PP_INLINE void store_in_pairs(unsigned char *pairs, int odd, const unsigned char *from) {
     const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));

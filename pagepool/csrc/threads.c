@@ -36,7 +36,7 @@
 #define NUMBER(gate) ((gate) >> 32)
 
 enum { SPIN_NS = 50000, PAUSES_PER_LOOK = 64, PAUSES_AT_END = 256, STACK_BYTES = 1 << 20, LINE = 64 };
-enum { ALONE_NS = 100000, JOBS_ALONE = 16 }; /* if crowded: delay before workers are woken; jobs per immediate wake */
+enum { ALONE_NS = 100000, JOBS_ALONE = 16 }; /* if crowded: delay of waking workers; one in 16 jobs has none */
 enum { LATE_NS = 1000000 };                  /* a worker that is this late was waiting for its CPU */
 
 typedef struct job {

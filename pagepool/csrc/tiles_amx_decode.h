@@ -97,7 +97,7 @@ PP_INLINE int values_of_few(const int PARTS, const amx_job *a, int64_t chunk_end
     enum { BYTES = 4 * TILE_BYTES };
     const tile_job *job = &a->job;
     const tile_call *call = job->call;
-    unsigned char *v = a->chunk->v_tiles; /* of two tiles of tokens: [2][4][1 KB] */
+    unsigned char *v = a->chunk->v_tiles; /* V of two tiles of tokens: [2][4][1 KB] */
     const int64_t step = call->v_squares * 32;
     int wrong = 0;
     for (int d = 0; d < call->v_squares; d += 2) {
@@ -173,7 +173,7 @@ static void few_amx(const pp_chunk *work, int32_t head_rows, int32_t first, int3
         pp_chunk again = *work; /* vectors mask V for each row */
         again.part_begin = part_of_row(head_rows, from);
         again.part_end = part_of_row(head_rows, to);
-        pp_tiles_avx512_wide.chunk(&again); /* in the same scratch */
+        pp_tiles_avx512_wide.chunk(&again); /* it uses the same scratch memory */
         begin_run(work, 0, head_rows, &scratch);
         next_job(run, &scratch, chunk, begin, scratch.q);
     }

@@ -41,7 +41,7 @@ typedef struct tile_buffers {
 typedef struct tile_call {
     int head_dim, v_head_dim;
     int steps, v_squares;     /* in units of 32 dims; the last unit may have fewer */
-    int q_parts, p_parts, page_parts; /* of queries, of weights, of K and V */
+    int q_parts, p_parts, page_parts; /* parts of a query, a weight, and an element of K or V */
     int64_t k_step, v_step;   /* bytes between the parts of K, and of V, of a group */
     int keeps_weights;        /* stores the weights in place of the scores, for the sums of blocks */
     int bends;                /* scale scores and apply soft cap or ALiBi before finding the shift */

@@ -97,7 +97,8 @@ static int some_not_finite(const unsigned char *words, int64_t bytes) {
     return found != 0;
 }
 
-/* Returns 1 if V of a tile has a NaN or an infinity, which its first part has, too. */
+/* Returns 1 if V of a tile has a NaN or an infinity.  Only the first part of each value is tested: it is not finite if
+ * the value is not. */
 static int tile_not_finite(const tile_call *call, const unsigned char *const *v) {
     const int64_t bytes = (int64_t)call->v_head_dim * PP_GROUP * 2;
     return some_not_finite(v[0], bytes) || some_not_finite(v[1], bytes);

@@ -1,7 +1,7 @@
 /* workspace.h: memory for one call of decode, kept by the thread for its next call.
  *
- * An allocator returns blocks of this size to the system when they are freed, and each call would pay for new page
- * faults.  A thread therefore keeps at most PP_WORKSPACE_KEPT bytes, and frees them when it exits. */
+ * `free` returns memory of this size to the system, so each call would pay for new page faults.  A thread therefore
+ * keeps at most PP_WORKSPACE_KEPT bytes, and frees them when it exits. */
 #ifndef PP_WORKSPACE_H
 #define PP_WORKSPACE_H
 

@@ -186,7 +186,7 @@ class Engine(Intake):
         self._stepping = Lock()  # held by the stepping thread during a step
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
-        self._openmp = OpenmpWorkers(openmp)  # after the trial of the model
+        self._openmp = OpenmpWorkers(openmp)  # must come after the trial of the model
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
         atexit.register(self.close)  # the interpreter must not exit while the thread runs the model
         self._thread.start()

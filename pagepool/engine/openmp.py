@@ -132,7 +132,7 @@ class OpenmpWorkers:
             self._sleeping = thread, ended
 
     def _hold(self, begun: Event, ended: Event) -> None:
-        """Keep extra workers until `ended`. libgomp ends them with this thread."""
+        """Keep more OpenMP workers than CPUs until `ended`. libgomp stops them when this thread ends."""
         for library in self._libraries:
             library.GOMP_parallel(EMPTY_LOOP, None, len(os.sched_getaffinity(0)) + 1, 0)
         begun.set()

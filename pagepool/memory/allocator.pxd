@@ -257,7 +257,7 @@ cdef class BlockAllocator:
     cdef pp_status c_free_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
     # Shares all n, or returns PP_INVALID_BLOCK, or PP_OVER_MAXIMUM if a count would exceed 2^31 - 1.
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil
-    # `c_share_n` with the exceptions of `share`.
+    # As `c_share_n`, but raises the exceptions that `share` raises.
     cdef int c_share_ids(self, IdArray *array) except -1
     # For a block of the caller: true if other references exist. May be stale: can still be true after the last one was
     # dropped.

@@ -477,7 +477,7 @@ cdef class BlockAllocator:
             raise self.refused(1)
         try:
             return block
-        except MemoryError:  # for the int
+        except MemoryError:  # no memory for the Python int
             self.c_free(block)
             raise
 

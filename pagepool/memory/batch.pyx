@@ -253,7 +253,7 @@ def group_append(list states not None, n, list positions not None):
             plans.append((allocator, members, blocks, own, total))
             for i in range(own):
                 (<int32_t *>blocks.base)[i] = spare[i]
-        for allocator, _, _, own, total in plans:  # before any grows
+        for allocator, _, _, own, total in plans:  # all are checked before the first sequence grows
             if total - own > allocator.c_available():
                 raise allocator.refused(total - own)
         for i in range(len(plans)):  # fails only if another thread takes blocks meanwhile

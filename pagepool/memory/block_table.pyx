@@ -80,7 +80,8 @@ cdef class PagedSeqState:
             self.label = label
         allocator.c_enlist(&self.link, self)
 
-    def __del__(self):  # not __dealloc__, during which weak references still return the object that is being freed
+    # Not __dealloc__: while it runs, weak references still return the object.
+    def __del__(self):
         if self.link.next != NULL:
             self.allocator.c_delist(&self.link)
         if self.num_blocks and self.c_release() != PP_OK:

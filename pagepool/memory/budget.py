@@ -204,7 +204,7 @@ class MemoryBudget:
             before = -1
             while before < room < wanted:
                 fd = _open_pool(files.FOLDER / f"{files.PREFIX}{name}")
-                if fd is not None:  # of its own pool it takes only what a killed process has left
+                if fd is not None:  # from its own pool, it takes only blocks of killed processes
                     reclaim(fd, 0 if members[name][2] == inode else wanted - room)
                 before, room = room, self._left(self._members())
         return room

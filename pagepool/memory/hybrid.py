@@ -157,7 +157,7 @@ class HybridSequence:
     (10, [0.0, 0.0], [10, 10])
     """
 
-    _closed = True  # until it is made
+    _closed = True  # until `__init__` has ended
     __reduce__ = refuse_copy
 
     def __init__(

@@ -63,8 +63,8 @@ def calibrate_channels(keys: Any) -> NDArray[np.float32]:
 def read_channel_scale(scale: Any, layout: KvLayout) -> NDArray[np.float32] | None:
     """Return a checked, read-only, C-contiguous float32 copy of the scale of a pool's keys; None stays None.
 
-    Raises `ValueError` for another shape, a scale out of range, and when the keys of the layout need a scale or take
-    none.
+    Raises `ValueError` if the shape is wrong or a scale is out of range, if the layout needs a scale and there is none,
+    or if there is one and the layout takes none.
     """
     if scale is None:
         if layout.dtype == "int4":

@@ -73,7 +73,7 @@ def unnamed_file() -> int:
 
 
 def publish(fd: int, path: Path) -> bool:
-    """Give a file a name; return False if another process was faster. The file may have another name or none."""
+    """Add a name to a file, which may have another name or none. Return False if a file has this name already."""
     try:
         # With a src_dir_fd the system call follows the link, which leads to the file.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)

@@ -119,8 +119,8 @@ cdef class SharedPages:
     def extend(self, n, takes):
         """Raises the limit by `n` blocks or more, or by fewer if the budget is full; returns by how many.
 
-        With `takes`, takes idle blocks of other pools if the budget has too little left. A file system without memory
-        and a lock that another process keeps are as a budget without room.
+        With `takes`, takes idle blocks of other pools if the budget has too little left. Returns 0 as well if the file
+        system is full, or if another process does not release the lock.
         """
         cdef int64_t limit, wanted, reached = 0, size = self.view.block_bytes
         if self.budget is None:

@@ -290,7 +290,7 @@ class CheckpointIndex:
     ) -> tuple[bytes, NDArray[np.int32], str]:
         """Check the arguments of `admit`; return the arguments of `place`. Reserves memory in the tree.
 
-        Raises `ValueError` for an unknown reason, and for a position that is not among the tokens or not a multiple of
+        Raises `ValueError` if `reason` does not exist, or if the position is outside the tokens or not a multiple of
         `align`.
         """
         row, at = token_row(tokens), integer("position", position)

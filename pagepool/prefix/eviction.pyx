@@ -244,7 +244,7 @@ cdef class CachedBlocks:
                 if self.allocator.c_ref_count(nodes[node].block) < 1:
                     return f"cached block {nodes[node].block} is free"
         if aside != self.in_use.size:
-            return f"{aside} nodes are aside, the list of those in use has {self.in_use.size}"
+            return f"{aside} nodes are set aside, the list of those in use has {self.in_use.size}"
         if cached != self.num_cached or not list_is_sound(&self.in_use, nodes):
             return f"{cached} blocks are cached, not {self.num_cached}, or the list of those in use is broken"
         if self.inserted - self.evicted - self.cleared != cached:

@@ -67,11 +67,11 @@ cdef inline double first_age(int number) noexcept nogil:
 cdef struct Group:
     int64_t time  # when its nodes were used
     NodeList nodes  # from the head of the prefix to its tail
-    int32_t members  # nodes without a later use: in `nodes`, waiting, aside and ghosts
+    int32_t members  # nodes without a later use: in `nodes`, waiting, set aside, and ghosts
     int32_t kind
     int32_t previous  # in its cell
     int32_t next  # in its cell, or in the list `unused`
-    int32_t older  # of all groups with members
+    int32_t older  # in the list of all groups with members
     int32_t newer
 
 
@@ -109,7 +109,7 @@ cdef class GittinsPolicy(LruPolicy):
     # node.list is the number of the node's group:
     #   members = number of cached nodes and ghosts of the group; a group without members is in the list `unused`
     #   a group with nodes is in the cell of its kind and of its age class, or of a lower one that it had before
-    #   a cached node that is not aside is in its group's nodes, or in the list `waiting` with its flag set
+    #   a cached node that is not set aside is in its group's nodes, or in the list `waiting` with its flag set
     #   cached_children = number of children of a node with a block
     # Numbers of groups are 0 for none.
     cdef NodeList ghosts

@@ -29,7 +29,7 @@ def root_key(cache_salt: Any, extra_keys: Iterable[Any]) -> bytes:
 
 
 def listed(extra_keys: Any) -> Any:
-    """Return extra keys that `root_key` can read more than once."""
+    """Return extra keys as a sequence, because `root_key` may read them more than once."""
     is_checked = isinstance(extra_keys, (str, bytes, tuple, list)) or not isinstance(extra_keys, Iterable)
     return extra_keys if is_checked else tuple(extra_keys)
 

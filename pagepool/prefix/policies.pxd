@@ -6,7 +6,7 @@ from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 cdef class LruPolicy:
     cdef NodeTable tree
     cdef int64_t capacity  # maximum number of blocks of the cache
-    cdef NodeList order  # every cached node that is not aside (see eviction.pxd); not used by subclasses
+    cdef NodeList order  # every cached node that is not set aside (see eviction.pxd); not used by subclasses
 
     # The interface of a policy, each function in amortised O(1). Nodes of a prefix are passed from head to tail.
 
@@ -26,6 +26,6 @@ cdef class LruPolicy:
     cdef void c_link(self, int32_t node) noexcept
 
     cdef void c_clear(self) noexcept
-    # Checks the policy's equations. Returns a sentence about the first broken one, or None. `num_linked`: number of
-    # cached nodes that are not aside.
+    # Checks the policy's invariants. Returns a sentence about the first broken one, or None. `num_linked`: number of
+    # cached nodes that are not set aside (see eviction.pxd).
     cdef str audit(self, int32_t num_linked)

@@ -42,9 +42,9 @@ cdef struct Node:
     int32_t next_sibling
     int32_t previous  # in a NodeList
     int32_t next  # in a NodeList; of the first node of an unused span, the next span
-    int32_t list  # of the policy's
-    int32_t cached_children  # of the policy's
-    uint8_t uses  # of the policy's
+    int32_t list  # used by the policy
+    int32_t cached_children  # used by the policy
+    uint8_t uses  # used by the policy
     uint8_t ghost  # without a block, yet remembered by the policy, or held by a PrefixTree
     uint8_t place  # of a node with a block
     uint8_t alive

@@ -44,7 +44,7 @@ RESERVED = 8 << 20  # bytes of a store without pages: the empty index, its log a
 LEAST_SLOTS = 4
 EVICTED_AT_ONCE = 64
 CANNOT_READ, CANNOT_WRITE = "a page cannot be read", "pages cannot be written"
-READER_SECONDS = 1.0  # for the writer to make its files, if both start at once
+READER_SECONDS = 1.0  # how long a reader waits for the writer to create its files, if both start at once
 MOST_NOTES = 64  # uses that wait for the next batch
 NO_PAGES = 16_384  # bytes of a slot if blocks have no pages, for recurrent states
 STATES = b"recurrent "  # begins the key of names of states; a `root_key` begins with another letter
@@ -216,7 +216,7 @@ class PrefixStore:
                 for name in FILES:
                     (self.folder / name).unlink(missing_ok=True)
                 self._open_writer(index)
-        if self._pages >= 0:  # of an earlier attempt
+        if self._pages >= 0:  # the file of an earlier attempt
             os.close(self._pages)
             self._pages = -1
         flags = os.O_RDWR | os.O_CREAT if self.is_writer else os.O_RDONLY

@@ -144,7 +144,7 @@ class StoreLink:
 
 
 def _allocate(cache: Any, refs: BlockRefs, n: int) -> list[int]:
-    """Take up to `n` free blocks for `refs`, after evicting as many as are missing."""
+    """Allocate up to `n` blocks for `refs`. If fewer are free, cached blocks are evicted first."""
     available = cache.allocator.available
     if available < n:
         cache.evict(n - available)

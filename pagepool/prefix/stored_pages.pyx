@@ -297,7 +297,8 @@ cdef class PageQueue:
         names = set()
         for number in range(max(self.num_taken, end - min(end, <uint64_t>RECENT)), end):
             name[0] = pp_number_load(&self.recent[2 * (number % RECENT)])
-            name[1] = pp_number_load(&self.recent[2 * (number % RECENT) + 1])  # of another name: it is of no entry
+            # If a writer replaces the name meanwhile, the two halves differ in origin, and no entry has such a name.
+            name[1] = pp_number_load(&self.recent[2 * (number % RECENT) + 1])
             names.add(PyBytes_FromStringAndSize(<const char *>name, 16))
         pp_number_store(&self.num_taken, end)
         return names

@@ -149,5 +149,5 @@ class ActiveSequences:
         }
 
     def _owe(self, seq: Sequence, sign: int) -> None:
-        """Add the blocks that a prefill has yet to fill to `promised`. `sign` -1 subtracts them."""
+        """Add to `promised` the number of blocks that a prefill has not filled yet. With `sign` -1, subtract it."""
         self.promised += sign * (self._blocks_for(seq._prefill_end) - self._blocks_for(seq.fed))

@@ -61,7 +61,7 @@ class Admission:
     prefix: PrefixAdapter
     tenants: Tenants
     preemption: Preemption
-    refusal: Refusal | None = None  # of the last attempt, None if it succeeded
+    refusal: Refusal | None = None  # why the last attempt was refused, None if it succeeded
 
     def cached(self, seq: Sequence) -> int:
         """Return the number of tokens of `seq` in the prefix cache, for the policy."""

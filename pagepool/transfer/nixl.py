@@ -30,7 +30,7 @@ IDLE_PAUSE = 500
 DIGEST_BYTES = 32  # a SHA-256 digest, which precedes NIXL's metadata
 
 
-_loading = Lock()  # guards the attributes of other modules that are replaced during an import or a call
+_loading = Lock()  # held while attributes of other modules are replaced, during an import or a call
 
 
 def load_nixl() -> tuple[Any, Any]:

@@ -130,7 +130,7 @@ static const void *take_queries(const float *q, size_t count, pp_dtype dtype) {
     return to;
 }
 
-/* A plan, its units as ranges in the order of execution, and the state of its execution. */
+/* A plan, the ranges of its units in the order in which they run, and how far it has run. */
 typedef struct running {
     pp_decode_args args;
     pp_decode_plan plan;

@@ -248,7 +248,8 @@ static void check_pairs(int step) {
         }
 }
 
-/* Channel scales of 1 give the bits of a pool without channel scales.  Doubled scales cancel exactly. */
+/* With channel scales of 1 the results have the same bits as without channel scales.  With scales of 2 as well: the
+ * kernel multiplies queries by the number that keys were divided by. */
 static void check_channel_scales(void) {
     static const int32_t lens[] = {20};
     for (int dtype = PP_INT8; dtype <= PP_INT4; dtype++) {
@@ -267,7 +268,7 @@ static void check_channel_scales(void) {
             CHECK(pp_decode(&args, 1) == PP_OK);
             CHECK(memcmp(k[0], k[i], sizeof k[i]) == 0 && memcmp(out[0], out[i], sizeof out[i]) == 0);
         }
-        args.out = scales; /* which are read */
+        args.out = scales; /* results would overwrite scales that the call reads */
         CHECK(pp_decode(&args, 1) == PP_INVALID_ARGUMENT && scales[0] == 2.0f);
         scenario_free(&s);
     }

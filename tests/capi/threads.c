@@ -138,7 +138,7 @@ static void check_masks(void) {
     CHECK(found > 1);
 }
 
-/* A fork and join as those of libgomp: a team of TEAM threads, in which the calling thread is the first. */
+/* Forks and joins as libgomp does: a team has TEAM threads, and the calling thread is the first of them. */
 enum { TEAM = 5 };
 
 static _Thread_local int num_teams;

@@ -231,7 +231,7 @@ def test_pages_of_a_worker_that_died_are_computed_instead():
         decode = world.workers["decode-0"]
 
         async def generate(name, call, generate=world.decode.generate):
-            with world.lock:  # after its offer
+            with world.lock:  # the prefill worker has sent its offer before
                 world.prefill.dead.add("prefill-0")
                 world.workers["prefill-0"]._pages.close()
             async for message in generate(name, call):

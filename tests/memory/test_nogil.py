@@ -36,7 +36,7 @@ def foreign(build_foreign):
 def test_threads_share_an_allocator(foreign):
     allocator = BlockAllocator(700)  # fewer than the threads can hold, so that some calls are refused
     refused = 0
-    for _ in range(50):  # until a call is refused, even on a slow machine
+    for _ in range(50):  # until a call is refused: on a slow machine this may take several rounds
         with ThreadPoolExecutor(6) as pool:
             results = list(pool.map(lambda seed: foreign.hammer(allocator, 2.0, seed), range(6)))
         allocator.check()

@@ -129,7 +129,7 @@ assert threads() == before + 2  # no worker of pagepool has started
 workers.close()
 child = os.fork()
 if not child:
-    os._exit(0 if (attend() == found).all() else 1)  # with workers of its own: libgomp has none here
+    os._exit(0 if (attend() == found).all() else 1)  # with pagepool's own workers: the child has none of libgomp
 assert os.waitpid(child, 0)[1] == 0
 """
     )

@@ -62,7 +62,7 @@ def test_a_second_request_computes_only_what_is_new(family):
 
 @pytest.mark.parametrize("family", each(FAMILIES))
 def test_a_conversation_resumes_after_its_last_answer(family):
-    """Recurrent states are kept at block borders: at the end of the answer if it is one, otherwise in the prompt."""
+    """Recurrent states are kept at block borders: of the answer if it ends at one, otherwise of the prompt."""
     model = tiny_model(family)
     with Engine(model) as engine:
         for first, pages, state in ((LONG[:37], 48, 48), (LONG[50:80], 32, 16)):

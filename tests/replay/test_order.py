@@ -32,7 +32,7 @@ def trace(make_trace):
     [
         (None, [0, 1, 2, 3, 4, 5, 6, 7]),
         (1, [0, 2, 5, 1, 4, 3, 6, 7]),
-        # A asks a0 a1 a2, B asks b0 b1, then c0 as its user is next, then d0 after a2.
+        # Two sessions run side by side, first a and b. Session c begins when b has ended, and d when a has ended.
         (2, [0, 1, 2, 4, 5, 3, 7, 6]),
         (100, [0, 1, 3, 7, 2, 4, 6, 5]),
     ],

@@ -251,7 +251,8 @@ def test_a_request_that_does_not_read_the_cache_computes_its_prompt_and_caches_i
     scheduler, cache = make(max_prefill_tokens=8, max_batch_tokens=64)
     scheduler.add_request(range(20), 22)
     run_step(scheduler)
-    first = scheduler.add_request(range(20), 22, reads_cache=False)  # it does not wait for blocks in computation
+    # This request does not wait for the blocks that the other request computes.
+    first = scheduler.add_request(range(20), 22, reads_cache=False)
     assert scheduler.schedule().tokens == [[*range(8, 16)], [*range(8)]]
     scheduler.close()
     scheduler, cache = make()
@@ -330,7 +331,8 @@ def test_a_token_that_the_cache_cannot_hold_is_refused_before_anything_changes(m
     scheduler = make_scheduler(SchedulerConfig(block_size=BLOCK, lookahead=lookahead), allocator, cache)
     for number in range(3):
         scheduler.add_request([number, 8, 9], 16)
-    for step in range(10):  # sequences fill blocks at different steps: a late check would find the wrong token midway
+    # The sequences fill blocks at different steps. A check at that time would find the wrong token after other changes.
+    for step in range(10):
         batch = scheduler.schedule()
         before = [list(scheduler.get_sequence(seq_id).output_tokens) for seq_id in (1, 2, 3)]
         fed = [scheduler.get_sequence(seq_id).fed for seq_id in (1, 2, 3)]

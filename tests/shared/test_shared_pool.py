@@ -354,7 +354,7 @@ def test_the_lock_of_a_dead_parent_goes_although_a_child_lives_on(name):
         pool.allocator.allocate_n(5)
         if os.fork() == 0:
             os.write(told, b"x")
-            os.close(tell)  # else this process waits for itself
+            os.close(tell)  # otherwise this process would wait for itself
             os.read(done, 1)
             os._exit(0)
         signal.pause()

@@ -472,7 +472,7 @@ def test_ten_thousand_mutated_descriptions_are_refused_or_describe_the_source(pa
                 reader.read(ticket, [block])
             except TransferError:
                 counts["refused"] += 1
-            except ValueError as error:  # documented: another transport, or the reader's own name
+            except ValueError as error:  # the peer has another transport, or the reader's own name
                 assert "transport" in str(error) or "name" in str(error)
                 counts["refused"] += 1
             else:

@@ -132,7 +132,7 @@ class WorkerReplica:
             try:
                 handle = handle or serve.get_deployment_handle(FRONT_END, APPLICATION)
                 answers = handle.broadcast("news", news).results(timeout_s=ANSWER_SECONDS)
-                front_end, wants_snapshot = answers[-1]  # of the newest, while Serve replaces the front end
+                front_end, wants_snapshot = answers[-1]  # the newest front end, while Serve replaces it
                 self._worker.follow(front_end)
             except (Exception, CancelledError):
                 # The front end is starting or has exited. It will request a snapshot when it gets this worker's news.

@@ -122,7 +122,7 @@ uint64_t pp_os_process_start(int64_t pid) {
     const ssize_t size = read(fd, text, sizeof text - 1);
     close(fd);
     text[size > 0 ? size : 0] = 0;
-    char *field = strrchr(text, ')'); /* the name before it may contain anything */
+    char *field = strrchr(text, ')'); /* the last one: the name of the process ends here, and may contain any text */
     if (!field) return 0;
     uint64_t start = 0;
     for (int number = STATE; number <= START && field; number++) {

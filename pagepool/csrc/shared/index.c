@@ -187,7 +187,8 @@ static int is_damaged(const pp_shared *view, uint64_t owner) {
 
 /* Waits until this process has the index; returns 0 if the view is stale.  Threads of one process wait in turn. */
 static int begin(pp_shared *view) {
-    if (pp_shared_is_stale(view)) return 0; /* in a child after fork, another thread may have had the lock below */
+    /* In a child after fork, a thread that exists only in the parent may hold the lock below. */
+    if (pp_shared_is_stale(view)) return 0;
     pp_lock_acquire(&view->writers);
     for (int64_t tries = 1;; tries++) {
         uint64_t owner = 0;
@@ -242,7 +243,8 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
     key wanted = first_key(view, path);
     int64_t i = 0, fresh = 0;
     if (!begin(view)) return 0;
-    const int64_t limit = pp_shared_limit(view); /* if it falls now, pp_index_set_limit waits and evicts these blocks */
+    /* If the limit falls now, pp_index_set_limit waits for this call and then evicts the blocks above it. */
+    const int64_t limit = pp_shared_limit(view);
     const uint64_t now = __atomic_add_fetch(&view->header->tick, 1, __ATOMIC_RELAXED);
     for (int is_known = 1; i < path->n; i++) {
         const int32_t *tokens = path->tokens + i * view->block_size;
@@ -368,7 +370,7 @@ int pp_index_set_limit(pp_shared *view, int64_t limit) {
         end(view);
     }
     if (view->lock) pp_lock_acquire(view->lock);
-    pp_shared_return_memory(view, 0, view->num_blocks, 1); /* also what a failed call has allocated */
+    pp_shared_return_memory(view, 0, view->num_blocks, 1); /* a failed call may have allocated some, too */
     if (view->lock) pp_lock_release(view->lock);
     return error;
 }

@@ -238,7 +238,8 @@ int pp_shared_open(pp_shared *view, int fd, const pp_shared_shape *shape) {
         view->pages = view->base + found.pages;
         view->bucket_mask = found.num_buckets - 1;
         view->seed = LOAD(&view->header->seed);
-        list_view(view); /* before it takes a slot: a fork in another thread then closes the child's copy */
+        /* The view is listed before it takes a slot: if another thread forks now, the child closes its copy. */
+        list_view(view);
         error = take_slot(view);
         if (error) {
             delist_view(view);
@@ -430,7 +431,8 @@ static void punch_free_blocks(pp_shared *view, int64_t begin, int64_t end) {
 void pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int wait) {
     if (pp_shared_is_stale(view) || end <= pp_shared_limit(view)) return;
     if (!pp_os_lock_byte(view->lock_fd, LIMIT_LOCK, wait)) return;
-    const int64_t limit = pp_shared_limit(view); /* cannot rise now: a block that gets memory would lose it again */
+    /* The lock keeps the limit from rising.  Otherwise a block that just got memory could lose it here. */
+    const int64_t limit = pp_shared_limit(view);
     punch_free_blocks(view, begin > limit ? begin : limit, end);
     pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
 }

@@ -73,7 +73,7 @@ typedef struct pp_shared_header {
         unsigned char first_page[4096];
     };
     int64_t limit;
-    uint64_t seed; /* of the hashes of the index; secret, so that no request can construct collisions */
+    uint64_t seed; /* the seed of the index's hashes.  It is secret, so that no client can construct collisions. */
     uint64_t unused[6];
     /* The index.  The counters only rise. */
     uint64_t index_lock; /* the bit of the process that writes, or 0 */

@@ -26,7 +26,7 @@ from pagepool.integrations.transformers.step import AttentionLayer, Shape
 __all__ = ["ModelLayout", "Unsupported", "read_layout"]
 
 PROBE = "pagepool_probe"
-# Largest position at which a mask is compared with the window that was derived from it.
+# A window is derived from the model's mask. Both are then compared at positions up to this one.
 FAR = 1 << 20
 
 

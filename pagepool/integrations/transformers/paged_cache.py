@@ -196,7 +196,7 @@ class PagedCache(Cache):
         return list(logits.split(keep))
 
     def _make_room(self, rows: list[Row], tokens: list[list[int]]) -> None:
-        """Evict the blocks that the new tokens need, and one more per row, which may have to copy a shared block."""
+        """Evict cached blocks until the new tokens have room. A row may need one more, to copy a shared block."""
         if self._prefix_cache is None:
             return
         size, allocator = self._prefix_cache.block_size, self._prefix_cache.allocator
