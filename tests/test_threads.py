@@ -93,7 +93,7 @@ def test_a_prefix_cache_may_be_used_by_several_threads(switching, policy):
     """Every matched block contains the requested tokens, whatever other threads do to the cache meanwhile."""
     allocator = BlockAllocator(40)
     cache = PrefixCache(allocator, 2, policy, max_events=100)
-    written = {}  # tokens in the page of each block in use
+    written = {}  # for each block in use, the prompt up to the end of the block
 
     def work(rng, number):
         prompt = [rng.randrange(2) for _ in range(rng.randrange(14))]

@@ -18,9 +18,9 @@ __all__ = ["SessionFile"]
 
 
 class SessionFile:
-    """The file of a session and what it had at the start.
+    """The file of a session, and what it contained when it was opened.
 
-    tokens  all tokens so far; empty for a new session
+    tokens  all tokens of the file; empty for a new session
     note the note that was passed to `save`, or None
     """
 

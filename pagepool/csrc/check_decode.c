@@ -8,8 +8,8 @@
 pp_status pp_check_decode(const pp_decode_args *args) {
     if (!args->pool || (!args->pool->base && args->pool->num_blocks > 0)) return PP_INVALID_ARGUMENT;
     const pp_kv_layout *layout = &args->pool->layout;
-    const float cap = args->logits_soft_cap;  /* its inverse is taken */
-    const float scale = fabsf(args->sm_scale); /* times log2(e) it is an f32 */
+    const float cap = args->logits_soft_cap;   /* 1 / cap must be finite */
+    const float scale = fabsf(args->sm_scale); /* scale * log2(e) must be finite */
     if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
         args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0 || args->window < 0 ||
         (args->query_start_loc && args->query_start_loc[0]) ||

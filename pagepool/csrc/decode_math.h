@@ -70,7 +70,8 @@ typedef struct weighing {
     int64_t row_stride;
 } weighing;
 
-/* The same for all heads, after raising shifts.  Returns 1 if a shift rose and rescale was set. */
+/* Raises shifts where scores exceed them, then calls `weigh` for each head.  Returns 1 if a shift rose: only then is
+ * `rescale` set. */
 PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int64_t row_stride, float *rescale) {
     const int raised = raise_if_above(HEADS, s, m, rows, row_stride, rescale);
     PP_UNROLL for (int g = 0; g < HEADS; g++) weigh(s + g * PP_TILE, m[g], rows + (g + 1) * row_stride - PP_GROUP);

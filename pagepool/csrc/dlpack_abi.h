@@ -38,7 +38,8 @@ typedef struct pp_dl_managed_versioned {
     pp_dl_tensor tensor;
 } pp_dl_managed_versioned;
 
-/* In a capsule named "dlpack_exchange_api", the attribute __dlpack_c_exchange_api__ of a type (DLPack 1.2). */
+/* What a capsule named "dlpack_exchange_api" holds.  A type has it as its attribute __dlpack_c_exchange_api__ (DLPack
+ * 1.2). */
 typedef struct pp_dl_exchange_api {
     uint32_t major;
     uint32_t minor;

@@ -1,6 +1,6 @@
-/* linear_amx.h: the kernel of linear.h.  After simd_tiles.h.
+/* linear_amx.h: the kernel of linear.h.  Included after simd_tiles.h.
  *
- * Squares of 32 x 32 results are tiles 0 to 3, tiles 4 and 5 hold rows, tiles 6 and 7 hold weights. */
+ * Tiles 0 to 3 hold a square of 32 x 32 results, tiles 4 and 5 hold rows, tiles 6 and 7 hold weights. */
 
 /* Weights are prefetched into L2, 8 lines after each of four instructions.  On Granite Rapids with 32 rows and weights
  * in the shared cache, one thread then reads 12.8 GB/s, and 11.5 with all 32 prefetches together or into L1.  A loop

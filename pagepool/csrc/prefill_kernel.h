@@ -13,8 +13,8 @@ PP_INLINE void add_outer(const int ROWS, const int NV, const pp_v *x, const floa
     }
 }
 
-/* Scores of NV vectors of tokens for all rows: the sum over even dims, or the sum over ODD dims, which is added to
- * it. */
+/* Half of the scores of NV vectors of tokens for all rows.  Without ODD, stores the sums over even dims in `s`; with
+ * ODD, adds the sums over odd dims to `s`. */
 PP_INLINE void panel_chain(const int NV, const int ODD, const pp_panel *panel, const unsigned char *const *k,
                            float *s) {
     enum { FLOATS = 2, PAIR_BYTES = PP_GROUP * 4 * FLOATS }; /* of packed queries; of K */

@@ -1,4 +1,4 @@
-/* tiles_amx_decode.h: decode by AMX.  After tiles_amx.h.
+/* tiles_amx_decode.h: decode by AMX.  Included after tiles_amx.h.
  *
  * With up to 16 rows per head, memory bandwidth is the limit.  Each line is prefetched into L1 a little before it is
  * read.  On Granite Rapids, S1 took 1.1 times as long with prefetches into L2 in addition, and 1.3 times without any.
@@ -173,7 +173,7 @@ static void few_amx(const pp_chunk *work, int32_t head_rows, int32_t first, int3
         pp_chunk again = *work; /* vectors mask V for each row */
         again.part_begin = part_of_row(head_rows, from);
         again.part_end = part_of_row(head_rows, to);
-        pp_tiles_avx512_wide.chunk(&again); /* it uses the same scratch memory */
+        pp_tiles_avx512_wide.chunk(&again); /* it overwrites the scratch memory */
         begin_run(work, 0, head_rows, &scratch);
         next_job(run, &scratch, chunk, begin, scratch.q);
     }

@@ -68,8 +68,9 @@ typedef struct tile_columns {
 
 enum { PP_PRODUCT_ROWS = 6, PP_PRODUCT_VECTORS = 2, PP_HALF_PAIRS = 8 };
 
-/* The chains of ROWS rows of A and PP_PRODUCT_VECTORS vectors of columns, beginning with vector v0: the FIRST chains,
- * the SECOND chains, or both.  Elements of A are widened to f32; rows of A are `a_step` elements apart. */
+/* Multiplies ROWS rows of A by PP_PRODUCT_VECTORS vectors of columns, beginning with vector v0.  With FIRST, `first`
+ * gets the sums over the first elements of pairs; with SECOND, `second` gets those over the second ones.  Elements of A
+ * are widened to f32; rows of A are `a_step` elements apart. */
 PP_INLINE void chains_of(const int ROWS, const int FIRST, const int SECOND, const int v0, const float *a,
                          int64_t a_step, const tile_columns *b, pp_v *first, pp_v *second) {
     PP_UNROLL for (int i = 0; i < ROWS * PP_PRODUCT_VECTORS; i++) {

@@ -701,7 +701,7 @@ cdef class BlockAllocator:
         warn_of(self.leaks(), "blocks are in use")
 
     def check(self, others=None):
-        """Audits every equation of free list, counts, sequences and caches. Raises `PoolError` that names a broken one.
+        """Audits the invariants of free list, counts, sequences and caches. Raises `PoolError` that names a broken one.
 
         O(blocks ever used and held); other threads wait for the first half. Changes nothing.
 

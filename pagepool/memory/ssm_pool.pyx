@@ -357,7 +357,7 @@ cdef class SsmStatePool:
         return f"<{type(self).__name__}: {self.used_count} of {self.ids.capacity} slots used>"
 
     def check(self):
-        """Audits the free list. Raises `PoolError` that names a broken equation."""
+        """Audits the free list. Raises `PoolError` with the name of a broken invariant."""
         self.ids.check()
 
     @property

@@ -609,7 +609,7 @@ cdef class PrefixCache:
             }
 
     def check(self):
-        """Audit tree, policy, allocator and counters. Raises `PoolError` that names a broken equation.
+        """Audit tree, policy, allocator and counters. Raises `PoolError` with the name of a broken invariant.
 
         O(nodes + tokens cached). Changes nothing.
         """

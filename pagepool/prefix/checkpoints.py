@@ -432,7 +432,7 @@ class StateCheckpoints:
         return {"state_bytes": self.state_bytes, **self.index.stats()}
 
     def check(self) -> None:
-        """Raise `PoolError` that names a broken equation of the index."""
+        """Raise `PoolError` if an invariant of the index is broken. The message names it."""
         self.index.check()
 
     def _acquired(self, slot: int) -> Any:

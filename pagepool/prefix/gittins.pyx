@@ -133,7 +133,8 @@ cdef class GittinsPolicy(LruPolicy):
     cdef int32_t budget  # blocks to evict from it before all groups are looked at again
 
     def __cinit__(self, NodeTable tree not None, int64_t capacity):
-        # Each group has a member: a cached node, or one of at most 4 * capacity + 1 ghosts.
+        # Room for CELLS heads of rings and for the other groups. Each of these has at least one member: one of at most
+        # `capacity` cached nodes, or of at most 4 * capacity + 1 ghosts.
         self.memory = PageBuffer(min(CELLS + 5 * capacity + 2, <int64_t>INT32_MAX) * sizeof(Group), "B")
         self.groups = <Group *>self.memory.base
         self.c_clear()
@@ -191,7 +192,7 @@ cdef class GittinsPolicy(LruPolicy):
                 self.victims = self.c_choose()
                 self.budget = BUDGET
                 if self.victims == 0:
-                    return self.waiting.head  # all their cached children are in use
+                    return self.waiting.head  # only nodes in `waiting` are left, and their children are in use
             node = self.groups[self.victims].nodes.tail
             if self.tree.nodes[node].cached_children == 0:
                 return node

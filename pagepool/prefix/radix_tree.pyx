@@ -412,7 +412,7 @@ cdef class PrefixTree:
         return (self.table.num_alive - len(self.table.roots)) * self.table.block_size
 
     def walk(self, bytes key not None, const int32_t[::1] row):
-        """Return the number of leading blocks of `row` in the tree, and the held nodes among them, shortest first."""
+        """Return how many leading blocks of `row` are in the tree, and which of their nodes are held, in order."""
         cdef int64_t same = 0
         cdef int32_t node = self.table.roots.get(key, -1), size = self.table.block_size
         held = []

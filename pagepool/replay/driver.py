@@ -90,8 +90,8 @@ class Replay:
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # sequence -> its output tokens, with a cache
         self._cost = cost
-        # More waiting requests than one batch stay outside the scheduler, to save memory. With the policy fcfs this
-        # changes no result.
+        # A request is submitted only while fewer than this many wait in the scheduler, to save memory. With the policy
+        # fcfs this changes no result.
         self._most_waiting = config.max_sequences
         self._submitted = 0
         self.last_step_us = 0  # virtual duration of the last step

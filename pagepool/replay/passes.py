@@ -162,8 +162,8 @@ class StateOptions:
 class HybridPass:
     """The counts of one pass, in full blocks.
 
-    `every_block` and `peak_blocks` are for comparison with a state at the end of every cached block: the total and the
-    largest number of such states.
+    Two counts are for comparison with a state at the end of every cached block. `every_block` is the number of such
+    states in the whole pass, `peak_blocks` their largest number at one time.
     """
 
     policy: str

@@ -185,7 +185,8 @@ static void check_team(void) {
     pp_use_fork_join(run_team, TEAM);
     for (int num_threads = 2; num_threads < 8; num_threads++) /* also more threads than the team has */
         for (int nested = 0; nested < 2; nested++) check_job(num_threads, 7, 2000, nested);
-    CHECK(num_teams >= 12); /* and those of nested jobs whose range the calling thread took */
+    /* A team for each of the 12 jobs, and one for each nested job that began in a range of the calling thread. */
+    CHECK(num_teams >= 12);
     const int teams = num_teams;
     check_job(1, 7, 0, 0);
     check_job(4, 1, 0, 0);

@@ -142,9 +142,9 @@ def test_a_link_sends_transfers_one_after_another(make_trace, capsys):
 @pytest.mark.parametrize("gap", [5, 40])
 @pytest.mark.parametrize(("route", "latest"), [("cost", 10_000), ("prefix", 200_000)])
 def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsys, gap, route, latest):
-    """Summed over six traces: in a single trace one request on another worker changes the result by more.
+    """Tokens are summed over six traces: in one trace, a single request on another worker can change them by over 2 %.
 
-    A step takes 2 ms, so loads that are 200 ms old are useless for `cost`: its limit is 10 ms.
+    `cost` is tested with news that are at most 10 ms late. A step takes 2 ms, so loads that are 200 ms old do not help.
     """
     options = ("--workers", "8", "--blocks", "60", "--cost", "2000,60,150", "--route", route)
     computed = dict.fromkeys((0, latest), 0)

@@ -75,7 +75,7 @@ static int is_behind(const pp_index_node *node, const key *wanted) {
     return READ(&node->parent) == wanted->parent && READ(&node->generation) == wanted->generation;
 }
 
-/* Whether the node is the wanted one.  The caller has read the word of the block before, with acquire. */
+/* Returns 1 if the node of block b is the wanted one.  The caller must have read the word of b first, with acquire. */
 static int is_node(const pp_shared *view, int32_t b, const key *wanted, const int32_t *tokens) {
     const pp_index_node *node = &view->nodes[b];
     return READ(&node->hash) == wanted->hash && is_behind(node, wanted) && READ(&node->root[0]) == wanted->root[0] &&
