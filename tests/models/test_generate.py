@@ -365,7 +365,7 @@ def test_requests_after_the_drain_time_get_503_as_json(stream, drain, signals):
     process, _, url = served("--drain", drain, "--name", "mine")
     import httpx
 
-    body = {"prompt": ["import"] * 64, "max_tokens": 1000, "temperature": 1.5, "stream": stream}
+    body = {"prompt": ["import"] * 64, "max_tokens": 1000, "ignore_eos": True, "temperature": 1.5, "stream": stream}
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=SECONDS)
         while "pagepool:num_requests_running 0.0" in httpx.get(f"{url}/metrics").text:
