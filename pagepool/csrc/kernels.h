@@ -247,7 +247,7 @@ typedef struct pp_kernels {
                          uint16_t *sum, uint16_t *out);
     void (*rotate_row)(uint16_t *x, const uint16_t *cos, const uint16_t *sin, int64_t heads, int64_t dim);
     void (*lookup_mul_row)(const uint16_t *gate, const uint16_t *up, const uint16_t *table, int64_t n, uint16_t *out);
-    /* From one block of 32 outputs to another.  May be NULL. */
+    /* Computes the blocks of 32 outputs from `begin` to before `end`.  May be NULL. */
     void (*linear)(const pp_linear *work, int64_t begin, int64_t end);
 } pp_kernels;
 

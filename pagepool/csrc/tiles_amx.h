@@ -1,4 +1,4 @@
-/* tiles_amx.h: arithmetic "bf16" and "bf16x2" by AMX.  Included after tiles_panel.h.
+/* tiles_amx.h: arithmetic "bf16" and "bf16x2" by AMX.  Included after simd_tiles.h, tiles_panel.h.
  *
  * Tiles 0 to 3 hold a square of 32 x 32 numbers.  Tiles 4 and 5 hold rows, tiles 6 and 7 hold columns.  K is read
  * directly from bf16 pages: 32 dims of a group are a tile.  V is copied into tiles, once per chunk for all panels.

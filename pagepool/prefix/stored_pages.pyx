@@ -297,7 +297,7 @@ cdef class PageQueue:
         names = set()
         for number in range(max(self.num_taken, end - min(end, <uint64_t>RECENT)), end):
             name[0] = pp_number_load(&self.recent[2 * (number % RECENT)])
-            # If a writer replaces the name meanwhile, the two halves differ in origin, and no entry has such a name.
+            # If a writer replaces the name between the two loads, they are halves of two names: no entry has this one.
             name[1] = pp_number_load(&self.recent[2 * (number % RECENT) + 1])
             names.add(PyBytes_FromStringAndSize(<const char *>name, 16))
         pp_number_store(&self.num_taken, end)
