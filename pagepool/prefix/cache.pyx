@@ -331,7 +331,8 @@ cdef class PrefixCache:
         Raises
         ------
         InvalidBlock
-            A block is free, out of range or cached for other tokens. Nothing has changed.
+            A block is free, out of range, or cached for another path: other tokens, or others before them. Nothing has
+            changed.
         ValueError
             Too few blocks, a `start` behind the last full block, or a negative token. Nothing has changed.
         TypeError

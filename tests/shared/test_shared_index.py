@@ -214,6 +214,30 @@ def test_wrong_calls_change_nothing(memfd):
     pool.allocator.check(others=0)
 
 
+def test_a_cached_block_is_not_moved_to_another_path(memfd):
+    """Keys and values of a block depend on all tokens before it, not only on its own."""
+    pool, cache = view(memfd)
+    head, other, tail = prompt(40, 1), prompt(41, 1), prompt(42, 1)
+    a, x, b = pool.allocator.allocate_n(3).tolist()
+    assert cache.cache_blocks(np.append(head, tail), [a, x]) == 2
+    before = cache.stats()
+    for tokens, blocks, keys in (
+        (np.append(other, tail), [b, x], {}),
+        (np.append(head, tail), [b, x], {"cache_salt": "other"}),
+        (tail, [x], {}),
+        (np.concatenate([head, tail, tail]), [a, x, x], {}),
+    ):
+        with pytest.raises(InvalidBlock, match=f"block {x}, given at {len(blocks) - 1}, is cached already"):
+            cache.cache_blocks(tokens, blocks, **keys)
+        assert cache.stats() == before
+    assert cache.cache_blocks(np.append(other, other), [b, b]) == 1  # the second one is of another path
+    assert cache.cached_tokens(np.append(other, other)) == SIZE
+    cache.discard([a])
+    assert cache.cache_blocks(np.append(head, tail), [a, x]) == 1  # the same path, behind a new parent
+    assert cache.match_prefix(np.append(head, tail)).tolist() == [a, x]
+    cache.check()
+
+
 def test_reset_forgets_the_blocks_of_every_process(memfd):
     (pool, cache), (_, second) = view(memfd), view(memfd)
     tokens = prompt(23, 3)

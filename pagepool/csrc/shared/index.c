@@ -238,6 +238,13 @@ static int release_block(pp_shared *view, int32_t b, int only_idle) {
     return 1;
 }
 
+/* Returns 1 if block b is cached for another path.  The hash covers the root and all tokens.  A node of the same path
+ * that is not found is one whose parent was evicted: it gets a new parent. */
+static int is_of_other_path(const pp_shared *view, int32_t b, uint64_t hash, const int32_t *tokens) {
+    return LOAD(&view->words[b]) & PP_INDEX_BIT &&
+           (READ(&view->nodes[b].hash) != hash || !has_tokens(view, b, tokens));
+}
+
 int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
                         int64_t *failed) {
     key wanted = first_key(view, path);
@@ -258,12 +265,12 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
         }
         if (is_known) { /* check the rest before anything changes */
             is_known = 0;
+            uint64_t hash = wanted.hash;
             for (*failed = i; *failed < path->n; ++*failed) {
-                const int32_t b = blocks[*failed];
+                const int32_t b = blocks[*failed], *its = path->tokens + *failed * view->block_size;
                 const int is_held = b >= 0 && b < view->num_blocks && __atomic_load_n(&counts[b], __ATOMIC_ACQUIRE) > 0;
-                /* A node with the same tokens is one whose parent was evicted: it gets a new parent. */
-                if (!is_held || (LOAD(&view->words[b]) & PP_INDEX_BIT &&
-                                 !has_tokens(view, b, path->tokens + *failed * view->block_size))) {
+                if (*failed > i) hash = pp_hash_block(hash, its, view->block_size);
+                if (!is_held || is_of_other_path(view, b, hash, its)) {
                     end(view);
                     return -1;
                 }
@@ -272,7 +279,7 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
         const int32_t b = blocks[i];
         pp_index_node *node = &view->nodes[b];
         if (b >= limit) break;
-        if (LOAD(&view->words[b]) & PP_INDEX_BIT && !has_tokens(view, b, tokens)) break; /* given twice */
+        if (is_of_other_path(view, b, wanted.hash, tokens)) break; /* given twice */
         if (release_block(view, b, 0)) fresh--;
         STORE(&node->hash, wanted.hash);
         PP_STEP();

@@ -44,7 +44,7 @@ int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *coun
 
 /* Caches blocks of the calling process for the path; returns how many are new.  If the index has another block for the
  * same tokens, that one stays.  Stops at a new block at or above the limit.  Returns -1 if blocks[failed] is out of
- * range, free, or cached for other tokens. */
+ * range, free, or cached for another path. */
 int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
                         int64_t *failed);
 
