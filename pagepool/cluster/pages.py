@@ -212,6 +212,7 @@ class PageMover:
         size = self._cache.block_size
         matched, taken = BlockRefs(self._allocator), BlockRefs(self._allocator)
         try:
+            epoch = self._cache.epoch
             held = matched.match_prefix(self._cache, row, cache_salt=cache_salt).tolist()
             found = len(held) * size
             if len(held) == count:
@@ -225,7 +226,8 @@ class PageMover:
             good = next((place for place, block in enumerate(blocks) if block in bad), len(blocks))
             if good:
                 end = (len(held) + good) * size
-                self._cache.cache_blocks(row[:end], held + blocks[:good], start=len(held), cache_salt=cache_salt)
+                both = held + blocks[:good]
+                self._cache.cache_blocks(row[:end], both, start=len(held), epoch=epoch, cache_salt=cache_salt)
             return Fetched(found, good * size, result.error)
         except (PoolExhausted, TransferError) as error:
             return Fetched(found, 0, str(error))

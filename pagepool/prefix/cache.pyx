@@ -304,7 +304,7 @@ cdef class PrefixCache:
             self.refuse_next(row, found)
             return found * self.block_size
 
-    def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0):
+    def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, epoch=None):
         """Cache the full blocks of a sequence; return how many of them are new to the cache.
 
         The cache takes one reference to each block that it keeps. If another block is cached for the same tokens and in
@@ -322,6 +322,8 @@ cdef class PrefixCache:
         start : int
             How many of the first blocks are cached already, from `match_prefix` or an earlier call. If the last of them
             is still cached for these tokens, salt and keys, the blocks before it are not looked at.
+        epoch : int or None
+            `epoch` before the first block was found or computed. If it has risen, nothing is cached. None: no check.
 
         Returns
         -------
@@ -331,8 +333,7 @@ cdef class PrefixCache:
         Raises
         ------
         InvalidBlock
-            A block is free, out of range, or cached for another path: other tokens, or others before them. Nothing has
-            changed.
+            A block is free, out of range, or cached for another path of tokens. Nothing has changed.
         ValueError
             Too few blocks, a `start` behind the last full block, or a negative token. Nothing has changed.
         TypeError
@@ -346,6 +347,7 @@ cdef class PrefixCache:
         known = start if PyLong_CheckExact(start) else integer("start", start)
         if not 0 <= known <= n:
             raise ValueError(f"start must be from 0 to {n}, the number of full blocks, not {known}")
+        since = self.epoch if epoch is None else integer("epoch", epoch, 0)
         key = self.cached.tree.named_key(root_key(cache_salt, extra_keys))
         refuse_negative(&row[0], n * self.block_size, row.shape[0])
         if n == 0:
@@ -356,9 +358,9 @@ cdef class PrefixCache:
                 raise ValueError(f"{row.shape[0]} tokens fill {n} blocks, got {ids.count}")
             if self.shared is not None:
                 refuse_negative(&row[0], 0, row.shape[0])
-                return (<SharedIndex>self.shared).insert(row, key[0], &ids)
+                return (<SharedIndex>self.shared).insert(row, key[0], &ids, since)
             with cython.critical_section(self):
-                return self.keep(key, &row[0], ids.ids, n, known)
+                return 0 if self.cached.epoch != since else self.keep(key, &row[0], ids.ids, n, known)
         finally:
             release_ids(&ids)
 
@@ -431,7 +433,7 @@ cdef class PrefixCache:
 
         Use it when the keys and values of blocks are wrong or were never written. Sequences keep their blocks. Blocks
         cached behind a forgotten block are not found until that block is cached again. A `Scheduler` caches nothing
-        more of a sequence that holds a forgotten block.
+        more of the sequences that run now: they may have read one of the blocks, also one that is not cached any more.
 
         Examples
         --------
@@ -449,6 +451,7 @@ cdef class PrefixCache:
             if self.shared is not None:
                 return (<SharedIndex>self.shared).forget(ids.ids, ids.count)
             with self.forgetting(lambda: self.names_of(list_ids(ids.ids, ids.count))), cython.critical_section(self):
+                self.cached.epoch += ids.count > 0
                 for i in range(ids.count):
                     if self.is_block(ids.ids[i]):
                         count += self.cached.c_discard(ids.ids[i])
@@ -571,10 +574,11 @@ cdef class PrefixCache:
         return self.cached.inserted if self.shared is None else (<SharedIndex>self.shared).inserted()
 
     @property
-    def forgotten(self):
-        """How many blocks `discard` and `reset_prefix_cache` forgot. While it stays the same, every cached block that a
-        sequence holds stays cached."""
-        return self.cached.forgotten if self.shared is None else (<SharedIndex>self.shared).forgotten()
+    def epoch(self):
+        """Rises with each call of `reset_prefix_cache`, and of `discard` with at least one block, in any process.
+
+        Read it before the first look-up of a sequence, and give it to each `cache_blocks` of that sequence."""
+        return self.cached.epoch if self.shared is None else (<SharedIndex>self.shared).epoch()
 
     @property
     def evictable(self):

@@ -149,7 +149,7 @@ class StateCheckpoints:
             self.state_bytes, budget, grid=grid, spacing=spacing, align=align, prompt_ends=prompt_ends
         )
         self._pool = pool
-        self._followed: tuple[Any, int] | None = None  # the cache of the last `follow`, and its `forgotten`
+        self._followed: tuple[Any, int] | None = None  # the cache of the last `follow`, and its `epoch`
         self._stored: StoredStates | None = None
         # Guards the index and the copies: `PrefixCache.flush` reads them in any thread. It is released in `finally`,
         # because the end of `with` allocates, and a MemoryError there would leave the lock locked.
@@ -406,7 +406,7 @@ class StateCheckpoints:
         States that were computed from wrong blocks are also wrong. A `Scheduler` calls this before it looks for a
         state.
         """
-        followed, self._followed = self._followed, (cache, cache.forgotten)
+        followed, self._followed = self._followed, (cache, cache.epoch)
         if followed is not None and followed[0] is cache and followed[1] == self._followed[1]:
             return
         if followed is not None:

@@ -29,7 +29,7 @@ cdef class CachedBlocks:
     cdef long long inserted
     cdef long long evicted
     cdef long long cleared
-    cdef long long forgotten  # blocks in `cleared` that were not replaced by another block
+    cdef long long epoch  # see `PrefixCache.epoch`
 
     cdef int reset(self) except -1
     # The ids of all cached blocks.

@@ -72,7 +72,7 @@ cdef class CachedBlocks:
         if self.log is not None:
             self.log.c_add(CLEARED, -1, -1)
         self.cleared += self.num_cached
-        self.forgotten += self.num_cached
+        self.epoch += 1
         self.num_cached = 0
         list_clear(&self.in_use)
         self.policy.c_clear()
@@ -141,7 +141,6 @@ cdef class CachedBlocks:
         block = self.c_drop(node)
         self.refs.c_drop_n(&block, 1)
         self.cleared += 1
-        self.forgotten += 1
         return True
 
     cdef void c_set_aside(self, int32_t node) noexcept:

@@ -231,6 +231,7 @@ def _load_pages(
 ) -> int:
     """Cache the pages of a group, up to the first damaged one; return how many are cached from the beginning on."""
     size = cache.block_size
+    epoch = cache.epoch
     before = held.match_prefix(cache, row[: len(pages) * size], **key).tolist()
     known, good, fresh = len(before), [], BlockRefs(cache.allocator)
     try:
@@ -242,7 +243,7 @@ def _load_pages(
             write_block(cache.allocator, block, page)
             good.append(block)
         if good:
-            cache.cache_blocks(row[: (known + len(good)) * size], [*before, *good], start=known, **key)
+            cache.cache_blocks(row[: (known + len(good)) * size], [*before, *good], start=known, epoch=epoch, **key)
     finally:
         fresh.give_back()
     return known + len(good)

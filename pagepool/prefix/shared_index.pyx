@@ -23,9 +23,11 @@ cdef extern from "shared/index.h" nogil:
 
     int64_t pp_index_match(pp_shared_view *view, const pp_index_path *path, int32_t *counts, int32_t *blocks)
     int64_t pp_index_insert(
-        pp_shared_view *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts, int64_t *failed
+        pp_shared_view *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts, uint64_t epoch,
+        int64_t *failed
     )
     int64_t pp_index_evict(pp_shared_view *view, int64_t n)
+    uint64_t pp_index_epoch(const pp_shared_view *view)
     int64_t pp_index_forget(pp_shared_view *view, const int32_t *blocks, int64_t n)
     int64_t pp_index_count(const pp_shared_view *view, int only_idle)
     const char *pp_index_audit(pp_shared_view *view)
@@ -98,11 +100,11 @@ cdef class SharedIndex:
         self.check_alive()
         return found * self.block_size
 
-    cdef int64_t insert(self, const int32_t[::1] row, bytes key, IdArray *blocks) except -1:
+    cdef int64_t insert(self, const int32_t[::1] row, bytes key, IdArray *blocks, uint64_t epoch) except -1:
         cdef pp_index_path path = path_of(row, row.shape[0] // self.block_size, key)
         cdef int64_t failed = 0, fresh
         with nogil:
-            fresh = pp_index_insert(self.view, &path, blocks.ids, self.allocator.c_counts, &failed)
+            fresh = pp_index_insert(self.view, &path, blocks.ids, self.allocator.c_counts, epoch, &failed)
         self.check_alive()
         if fresh >= 0:
             return fresh
@@ -133,8 +135,8 @@ cdef class SharedIndex:
     cdef uint64_t inserted(self) noexcept:
         return pp_inserted(self.view)
 
-    cdef uint64_t forgotten(self) noexcept:
-        return pp_forgotten(self.view)
+    cdef uint64_t epoch(self) noexcept:
+        return pp_index_epoch(self.view)
 
     cdef dict stats(self):
         cdef int64_t capacity = self.allocator.c_capacity(), free = self.allocator.c_free_count()
@@ -150,7 +152,7 @@ cdef class SharedIndex:
             "hits": self.hits,
             "inserted": self.inserted(),
             "evicted": pp_evicted(self.view),
-            "cleared": self.forgotten(),
+            "cleared": pp_forgotten(self.view),
             "nodes": cached,
             "collisions": 0,
         }

@@ -87,13 +87,15 @@ class StoreLink:
         found = self.store.find(names, [row[begin : begin + size].tobytes() for begin in ends])
         if not found:
             return
+        epoch = cache.epoch
         before = cache.match_held(held, row[: known * size], **keys, is_use=False).tolist()
         if len(before) < known:  # another thread has evicted one meanwhile
             return
         blocks = _allocate(cache, fresh, len(found))
         blocks = blocks[: self.store.load(found[: len(blocks)], cache.allocator, blocks)]
         if blocks:
-            cache.cache_blocks(row[: (known + len(blocks)) * size], [*before, *blocks], **keys, start=known)
+            row = row[: (known + len(blocks)) * size]
+            cache.cache_blocks(row, [*before, *blocks], **keys, start=known, epoch=epoch)
             self.queue.mark(blocks)
 
     def load_state(self, names: Sequence[bytes], tokens: Sequence[bytes], state: memoryview) -> int:

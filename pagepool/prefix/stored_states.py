@@ -88,12 +88,12 @@ class StoredStates:
 
     def __init__(self, cache: Any, align: int, state_bytes: int) -> None:
         self._cache, self._link, self._align = cache, cache.link, align
-        self._epoch = cache.forgotten
+        self._epoch = cache.epoch
         self._size = cache.block_size
         self.state = memoryview(bytearray(state_bytes))
 
     def _is_right(self) -> bool:
-        return bool(self._cache.forgotten == self._epoch)
+        return bool(self._cache.epoch == self._epoch)
 
     def load(self, row: NDArray[np.int32], key: bytes, begin: int, end: int) -> int:
         """Read the state after the longest prefix of `row` that has one in the store into `state`.

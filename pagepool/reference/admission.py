@@ -127,7 +127,7 @@ class Admission(Preemption):
 
     def _is_coming(self, leader: Request, until: int) -> bool:
         """Return true if the leader will still process its tokens up to `until` and publish them."""
-        is_known = self.cache is not None and leader.epoch == self.cache.forgotten
+        is_known = self.cache is not None and leader.epoch == self.cache.epoch
         return is_known and leader.state == "prefilling" and leader.fed < until
 
     def _cached(self, request: Request) -> int:
@@ -143,7 +143,7 @@ class Admission(Preemption):
         if before is None:
             request.kv = self._open(request)
             if self.cache is not None:
-                request.epoch = self.cache.forgotten
+                request.epoch = self.cache.epoch
         found = self._adopt(request)
         if self._fits(request):
             return True
@@ -170,6 +170,7 @@ class Admission(Preemption):
             return self._adopt_hybrid(request)
         if self.cache is None or full < least:
             return False
+        epoch = self.cache.epoch
         blocks = self.cache.match_prefix(request.all_tokens[: full * self.block_size], **request.keys)
         found = len(blocks) >= least
         if found:
@@ -177,7 +178,7 @@ class Admission(Preemption):
             request.kv = self._open(request)
             request.kv.adopt(blocks)
             request.fed, request.published = request.kv.len, len(blocks)
-            request.epoch = self.cache.forgotten
+            request.epoch = epoch
         self.allocator.free(blocks)
         return found
 

@@ -158,8 +158,8 @@ class StateCheckpoints:
 
     def follow(self, cache: Any) -> None:
         """Forget all states if `cache` has forgotten blocks since the last call, or is another cache."""
-        followed, self._followed = self._followed, (cache, cache.forgotten)
-        if followed is not None and (followed[0] is not cache or followed[1] != cache.forgotten):
+        followed, self._followed = self._followed, (cache, cache.epoch)
+        if followed is not None and (followed[0] is not cache or followed[1] != cache.epoch):
             self.index.reset()
             self._copies.clear()
 

@@ -154,7 +154,7 @@ class Preemption:
         if self.cache is None:
             return
         full = num_tokens // self.block_size
-        if full and request.epoch == self.cache.forgotten:
+        if full and request.epoch == self.cache.epoch:
             tokens = request.all_tokens[: full * self.block_size]
             for group, table in enumerate(getattr(request.kv, "kv", [request.kv])):
                 keys, left = self.keys_of(request, group), tokens[: table.first_block * self.block_size]

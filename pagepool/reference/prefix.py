@@ -63,7 +63,7 @@ class PrefixCache:
         self.allocator = allocator
         self.block_size = block_size
         self.policy = policy
-        self.evicted = self.cleared = self.forgotten = self.looked_up = self.hits = 0
+        self.evicted = self.cleared = self.epoch = self.looked_up = self.hits = 0
         self._forget()
         allocator.add_owner(self)
 
@@ -176,7 +176,8 @@ class PrefixCache:
 
     def discard(self, blocks: Iterable[int]) -> int:
         """Forget these blocks, in use or not. Return how many were cached. The policy counts them as evictions."""
-        found = [block for block in dict.fromkeys(blocks) if block in self._cached]
+        blocks = list(dict.fromkeys(blocks))
+        found = [block for block in blocks if block in self._cached]
         for block in found:
             node = self._cached.pop(block)
             self._relink(node)
@@ -184,14 +185,14 @@ class PrefixCache:
             self._order.evicted(node)
             self.allocator.free(block)
         self.cleared += len(found)
-        self.forgotten += len(found)
+        self.epoch += len(blocks) > 0
         return len(found)
 
     def reset_prefix_cache(self) -> None:
         """Forget all blocks and drop their references."""
         self.allocator.free(sorted(self._cached, reverse=True))
         self.cleared += self.num_cached
-        self.forgotten += self.num_cached
+        self.epoch += 1
         self._forget()
 
     def references(self) -> list[int]:

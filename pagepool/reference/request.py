@@ -34,7 +34,7 @@ class Request:
     kv: Any = None
     fed: int = 0
     published: int = 0
-    epoch: int = 0  # `PrefixCache.forgotten` when it began
+    epoch: int = 0  # `PrefixCache.epoch` when it began
     prefill_end: int = 0
     awaits: tuple[Request, int] | None = None  # while deferred: its leader, and the tokens that the leader must process
     stops: list[tuple[int, str]] = field(default_factory=list)  # positions at which its state is saved, with reasons

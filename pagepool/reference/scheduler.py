@@ -281,7 +281,7 @@ class Scheduler(Admission):
 
     def _keep_state(self, request: Request, reason: str) -> None:
         """Save the recurrent state after all fed tokens."""
-        if self.checkpoints is not None and request.epoch == self.cache.forgotten:
+        if self.checkpoints is not None and request.epoch == self.cache.epoch:
             if request.fed and request.fed % self.checkpoints.index.align == 0:
                 tokens, salt = request.all_tokens, request.keys["cache_salt"]
                 self.checkpoints.save(request.kv.state.index, tokens, request.fed, reason, cache_salt=salt)

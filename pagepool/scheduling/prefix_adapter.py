@@ -24,9 +24,9 @@ NEEDED = (
     "block_size",
     "cache_blocks",
     "cached_tokens",
+    "epoch",
     "evict",
     "evictable",
-    "forgotten",
     "inserted",
     "match_held",
 )
@@ -49,7 +49,7 @@ class SequencePrefix:
     all_cached : bool
         The cache has accepted all offered blocks.
     epoch : int
-        `PrefixCache.forgotten` when the sequence began.
+        `PrefixCache.epoch` before its first block was found or computed.
     """
 
     key: bytes
@@ -152,12 +152,12 @@ class PrefixAdapter:
 
     def will_publish(self, seq: Sequence) -> bool:
         """Return true if `seq` is a prefill and will publish the blocks that it fills."""
-        return seq.state is SeqState.PREFILLING and bool(seq._prefix.epoch == self.cache.forgotten)
+        return seq.state is SeqState.PREFILLING and bool(seq._prefix.epoch == self.cache.epoch)
 
     def begin(self, seq: Sequence) -> None:
         """Note that `seq` starts with an empty state and will compute all its blocks."""
         if self.cache is not None:
-            seq._prefix.epoch = self.cache.forgotten
+            seq._prefix.epoch = self.cache.epoch
 
     def adopt(self, seq: Sequence) -> bool:
         """Replace the blocks of `seq` by cached blocks if these hold more tokens. Leaves at least one token to compute.
@@ -176,6 +176,7 @@ class PrefixAdapter:
             return False
         tokens = self._tokens(seq, full * size)
         keys = {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
+        epoch = self.cache.epoch  # before the look-up: the blocks that it finds can be forgotten at any time
         try:
             found = blocks.block_refs[0].match_prefix(self.cache, tokens, **keys)
             if len(found) < least:
@@ -184,7 +185,7 @@ class PrefixAdapter:
             seq.fed = seq.kv.len
             seq._prefix.published = len(found)
             seq._prefix.all_cached = True
-            seq._prefix.epoch = self.cache.forgotten
+            seq._prefix.epoch = epoch
         finally:
             blocks.give_back()
         return True
@@ -223,7 +224,7 @@ class PrefixAdapter:
 
     def keep_state(self, seq: Sequence, reason: str) -> None:
         """Save the recurrent state of `seq` if its position is aligned. The state must include all fed tokens."""
-        if self.checkpoints is None or seq._prefix.epoch != self.cache.forgotten:
+        if self.checkpoints is None or seq._prefix.epoch != self.cache.epoch:
             return
         if seq.fed and self.checkpoints.index.aligned(seq.fed) == seq.fed:
             tokens, keys = self._tokens(seq, seq.fed), {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
@@ -239,7 +240,7 @@ class PrefixAdapter:
         if self.cache is None:
             return
         full = num_tokens // self._blocks.block_size
-        if full and seq._prefix.epoch == self.cache.forgotten:
+        if full and seq._prefix.epoch == self.cache.epoch:
             start = min(seq._prefix.published, full) if seq._prefix.all_cached else 0
             tokens = self._tokens(seq, full * self._blocks.block_size)
             new = [self._publish_group(seq, group, tokens, full, start) for group in range(self._num_groups)]
@@ -279,7 +280,8 @@ class PrefixAdapter:
         return {"cache_salt": seq.cache_salt, "extra_keys": (*seq.extra_keys, *own)}
 
     def _cache_blocks(self, seq: Sequence, group: int, tokens: Any, blocks: Any, start: int) -> int:
-        count: int = self.cache.cache_blocks(tokens, blocks, **self._keys(seq, group), start=start)
+        keys = self._keys(seq, group)
+        count: int = self.cache.cache_blocks(tokens, blocks, **keys, start=start, epoch=seq._prefix.epoch)
         return count
 
     def _tokens(self, seq: Sequence, count: int) -> Any:

@@ -503,3 +503,32 @@ def test_a_start_far_beyond_or_free_blocks_change_nothing():
             cache.cache_blocks([1, 2], wrong, start=2)
     assert cache.num_cached == 0
     cache.check()
+
+
+@pytest.fixture(params=["private", "shared"])
+def either_cache(request):
+    """A cache of a private pool, and one of a shared pool."""
+    if request.param == "private":
+        yield PrefixCache(BlockAllocator(32), block_size=4)
+        return
+    layout = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
+    with os.fdopen(os.memfd_create("test", os.MFD_ALLOW_SEALING), "rb") as file:
+        pool = KvCachePool.from_layout(layout, 32, shared=file.fileno())
+        yield PrefixCache(pool.allocator)
+        pool.close()
+
+
+def test_nothing_is_cached_of_an_epoch_that_a_reset_or_a_discard_has_ended(either_cache):
+    """Also if no block was cached at that moment: a sequence can have read one that was evicted since."""
+    cache, tokens = either_cache, range(8)
+    blocks = cache.allocator.allocate_n(2).tolist()
+    for end in (cache.reset_prefix_cache, lambda: cache.discard([5]), lambda: cache.discard(blocks[:1])):
+        epoch = cache.epoch
+        end()
+        assert cache.epoch == epoch + 1
+        assert cache.cache_blocks(tokens, blocks, epoch=epoch) == 0 == cache.cached_tokens(tokens)
+        assert cache.cache_blocks(tokens, blocks, epoch=cache.epoch) == 2
+        assert (cache.discard([]), cache.evict(1), cache.epoch) == (0, 0, epoch + 1)
+        cache.reset_prefix_cache()
+    assert cache.cache_blocks(tokens, blocks) == 2  # without an epoch: the caller knows that the blocks are right
+    cache.check()

@@ -44,6 +44,8 @@ NEW = range(50, 54)
         (lambda w: w.cache.cache_blocks(range(8), w.blocks, start=3), ValueError, ("start", 0, 2, 3)),
         (lambda w: w.cache.cache_blocks(range(8), w.blocks, start=HUGE), ValueError, ("start", 0, 2, HUGE)),
         (lambda w: w.cache.cache_blocks(range(8), w.blocks, start="1"), TypeError, ("start", "str", "1")),
+        (lambda w: w.cache.cache_blocks(range(8), w.blocks, epoch=-1), ValueError, ("epoch", 0, -1)),
+        (lambda w: w.cache.cache_blocks(range(8), w.blocks, epoch="1"), TypeError, ("epoch", "str", "1")),
         (lambda w: w.cache.evict(-1), ValueError, (-1,)),
         (lambda w: w.cache.evict(1.0), TypeError, ("n", "float", "1.0")),
         (lambda w: w.cache.discard(["0"]), TypeError, ("str",)),

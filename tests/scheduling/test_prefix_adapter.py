@@ -397,3 +397,60 @@ def test_discarded_blocks_are_not_cached_again_by_sequences_that_hold_them(forge
     run_to_end(scheduler)
     assert cache.cached_tokens([1] * 12 + [7] * 24) == 36
     cache.check()
+
+
+class InterruptedCache:
+    """A prefix cache in which another thread resets right behind a look-up, or right before a publication."""
+
+    def __init__(self, cache, moment):
+        self.cache, self.moment = cache, moment
+
+    def __getattr__(self, name):
+        return getattr(self.cache, name)
+
+    def match_held(self, *arguments, **options):
+        found = self.cache.match_held(*arguments, **options)
+        if self.moment == "found":
+            self.cache.reset_prefix_cache()
+        return found
+
+    def cache_blocks(self, *arguments, **options):
+        if self.moment == "published":
+            self.cache.reset_prefix_cache()
+        return self.cache.cache_blocks(*arguments, **options)
+
+
+@pytest.mark.parametrize("moment", ["found", "published"])
+def test_a_reset_reaches_a_request_at_any_moment(moment):
+    """Its blocks, or the cached ones that it begins with, are void: nothing that it computes from them is cached."""
+    allocator = BlockAllocator(60)
+    cache = PrefixCache(allocator, BLOCK)
+    blocks = allocator.allocate_n(2)
+    cache.cache_blocks([1] * 8, blocks)
+    allocator.free(blocks)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, InterruptedCache(cache, moment))
+    scheduler.add_request([1] * 12, 40)
+    batch = run_step(scheduler)
+    assert batch.tokens == [[1] * 4]  # it read the cached blocks
+    run_to_end(scheduler)
+    assert (cache.num_cached, cache.cached_tokens([1] * 12)) == (0, 0)
+    cache.check()
+
+
+@pytest.mark.parametrize("forget", ["discard", "reset"])
+def test_a_running_sequence_hears_of_a_reset_while_the_cache_is_empty(forget):
+    allocator = BlockAllocator(60)
+    cache = PrefixCache(allocator, BLOCK)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, cache)
+    scheduler.add_request([1] * 12, 16)
+    batch = scheduler.schedule()
+    if forget == "discard":
+        cache.discard(scheduler.get_sequence(1).kv.blocks)
+    else:
+        cache.reset_prefix_cache()
+    scheduler.commit(batch, [7])
+    run_to_end(scheduler)
+    assert cache.num_cached == 0
+    scheduler.add_request([1] * 12, 16)  # it begins after the reset
+    run_to_end(scheduler)
+    assert cache.cached_tokens([1] * 12) == 12

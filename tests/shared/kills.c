@@ -84,9 +84,9 @@ static void use_index(pp_shared *view) {
         if (!is_right(view, blocks[i], tokens + i * SIZE)) _exit(5);
         counts[blocks[i]] = 1;
     }
-    pp_index_insert(view, &path, blocks, counts, &failed);
+    pp_index_insert(view, &path, blocks, counts, pp_index_epoch(view), &failed);
     pp_index_forget(view, blocks + 6, 1);
-    pp_index_insert(view, &path, blocks, counts, &failed); /* block 7 gets a new parent */
+    pp_index_insert(view, &path, blocks, counts, pp_index_epoch(view), &failed); /* block 7 gets a new parent */
     pp_shared_drop(view, blocks, 8);
     if (pp_index_evict(view, 2) != 2) _exit(4);
     pp_index_forget(view, blocks, 1);
@@ -140,7 +140,7 @@ static pp_shared *survivor(int *fd) {
         counts[cached[i]] = 1;
     }
     const pp_index_path path = path_of(prompt, CACHED);
-    CHECK(pp_index_insert(view, &path, cached, counts, &failed) == CACHED);
+    CHECK(pp_index_insert(view, &path, cached, counts, pp_index_epoch(view), &failed) == CACHED);
     pp_shared_drop(view, cached, CACHED);
     return view;
 }

@@ -127,7 +127,7 @@ static void write_again(pp_shared *view, const pp_index_path *path, int32_t *blo
     memcpy(tokens, path->tokens, (size_t)path->n * SIZE * sizeof *tokens);
     for (int i = 0; i < SIZE; i++) last[i] += 1 << 20;
     fill(view, block, last);
-    pp_index_insert(view, &changed, blocks, counts, &failed);
+    pp_index_insert(view, &changed, blocks, counts, pp_index_epoch(view), &failed);
     check(view, block, last, seen, "a page that was written again");
 }
 
@@ -136,6 +136,7 @@ static void serve(pp_shared *view, int32_t *counts, tally *seen) {
     int64_t failed;
     make_prompt(tokens);
     pp_index_path path = {.root = {3, 4}, .tokens = tokens, .n = PATH};
+    const uint64_t epoch = pp_index_epoch(view);
     const int64_t found = pp_index_match(view, &path, counts, blocks);
     for (int64_t i = 0; i < found; i++) check(view, blocks[i], tokens + i * SIZE, seen, "a page that was found");
     add(&seen->found, (uint64_t)found);
@@ -145,7 +146,7 @@ static void serve(pp_shared *view, int32_t *counts, tally *seen) {
         counts[blocks[n]] = 1;
     }
     path.n = n;
-    pp_index_insert(view, &path, blocks, counts, &failed);
+    pp_index_insert(view, &path, blocks, counts, epoch, &failed);
     for (int64_t i = 0; i < n; i++) check(view, blocks[i], tokens + i * SIZE, seen, "a page that is held");
     if (n && below(10) == 0) pp_index_forget(view, blocks + below((uint32_t)n), 1);
     if (n > found && below(4) == 0) write_again(view, &path, blocks, counts, seen);

@@ -246,10 +246,14 @@ static int is_of_other_path(const pp_shared *view, int32_t b, uint64_t hash, con
 }
 
 int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
-                        int64_t *failed) {
+                        uint64_t epoch, int64_t *failed) {
     key wanted = first_key(view, path);
     int64_t i = 0, fresh = 0;
     if (!begin(view)) return 0;
+    if (pp_index_epoch(view) != epoch) {
+        end(view);
+        return 0;
+    }
     /* If the limit falls now, pp_index_set_limit waits for this call and then evicts the blocks above it. */
     const int64_t limit = pp_shared_limit(view);
     const uint64_t now = __atomic_add_fetch(&view->header->tick, 1, __ATOMIC_RELAXED);
@@ -356,6 +360,10 @@ int64_t pp_index_evict(pp_shared *view, int64_t n) {
 int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n) {
     int64_t count = 0;
     if (!begin(view)) return 0;
+    if (!blocks || n) { /* before the first block is forgotten, because the process can be killed in between */
+        STORE(&view->header->epoch, pp_index_epoch(view) + 1);
+        PP_STEP();
+    }
     for (int64_t i = 0; i < (blocks ? n : view->num_blocks); i++) {
         const int32_t b = blocks ? blocks[i] : (int32_t)i;
         if (b >= 0 && b < view->num_blocks) count += release_block(view, b, 0);

@@ -43,16 +43,22 @@ int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *coun
  * nothing if the view is stale. */
 
 /* Caches blocks of the calling process for the path; returns how many are new.  If the index has another block for the
- * same tokens, that one stays.  Stops at a new block at or above the limit.  Returns -1 if blocks[failed] is out of
- * range, free, or cached for another path. */
+ * same tokens, that one stays.  Stops at a new block at or above the limit.  Does nothing if blocks were forgotten
+ * since `epoch`.  Returns -1 if blocks[failed] is out of range, free, or cached for another path. */
 int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
-                        int64_t *failed);
+                        uint64_t epoch, int64_t *failed);
+
+/* Rises with each call of pp_index_forget.  Read it before the first look-up or computation of a block. */
+static inline uint64_t pp_index_epoch(const pp_shared *view) {
+    return __atomic_load_n(&view->header->epoch, __ATOMIC_ACQUIRE);
+}
 
 /* Evicts blocks that only the index holds, until n of them are below the limit.  Those that were found or cached the
  * longest time ago go first.  Returns the number of evicted blocks below the limit. */
 int64_t pp_index_evict(pp_shared *view, int64_t n);
 
-/* Forgets blocks, in use or not; `blocks` NULL: all of them.  Returns how many were cached. */
+/* Forgets blocks, in use or not; `blocks` NULL: all of them.  Returns how many were cached.  Blocks that sequences
+ * computed from them are void too, so later calls of pp_index_insert with an older epoch do nothing. */
 int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n);
 
 /* Sets the limit as pp_shared_set_limit does.  A lower one evicts all cached blocks at or above it, and returns the

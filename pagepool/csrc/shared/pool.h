@@ -33,7 +33,7 @@
 #include "pagepool/status.h"
 
 #define PP_SHARED_MAGIC "pagepool"
-#define PP_SHARED_VERSION 1          /* of the file and of the page layout */
+#define PP_SHARED_VERSION 2          /* of the file and of the page layout */
 #define PP_SHARED_PROCESSES 30
 #define PP_SHARED_FINGERPRINT 3584   /* most bytes of a fingerprint */
 #define PP_SHARED_BUDGET 104         /* bytes for the name of a memory budget, with the final 0 */
@@ -82,7 +82,8 @@ typedef struct pp_shared_header {
     uint64_t inserted;
     uint64_t evicted;
     uint64_t forgotten;
-    uint64_t unused_too[2];
+    uint64_t epoch; /* rises by 1 with each call that forgets blocks */
+    uint64_t unused_too[1];
     pp_shared_slot slots[PP_SHARED_PROCESSES];
 } pp_shared_header;
 

@@ -64,6 +64,7 @@ class PagedCache(Cache):
         self._rows: list[Row] = []
         self._width = 0  # tokens of each row, padding included
         self._keep = 0
+        self._epoch = 0  # `PrefixCache.epoch` before the first forward
 
     def forward(
         self,
@@ -160,6 +161,7 @@ class PagedCache(Cache):
         places = [first.setdefault(tuple(row), len(first)) for row in tokens]
         firsts = [places.index(place) for place in range(len(first))]
         self._rows = [Row(self._runner.new_sequence(number + 1), []) for number in range(len(firsts))]
+        self._epoch = 0 if self._prefix_cache is None else self._prefix_cache.epoch
         self.activate_past_recording(self._keep)
         rest = [self._adopt(row, tokens[number], keep[number]) for row, number in zip(self._rows, firsts, strict=True)]
         logits = self._step(self._rows, rest, [keep[number] for number in firsts])
@@ -223,7 +225,7 @@ class PagedCache(Cache):
         rows, self._rows = self._rows, []
         for row in rows:
             if self._prefix_cache is not None and self._shares:
-                self._prefix_cache.cache_blocks(row.tokens, row.sequence.blocks)
+                self._prefix_cache.cache_blocks(row.tokens, row.sequence.blocks, epoch=self._epoch)
             row.sequence.close()
 
     def reset(self) -> None:
