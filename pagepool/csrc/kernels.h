@@ -7,6 +7,7 @@
 
 #include "pagepool/attention.h"
 #include "draw.h"
+#include "linear_quantised.h"
 #include "page.h"
 #include "view.h"
 
@@ -215,6 +216,18 @@ typedef struct pp_linear {
     uint16_t *out;
 } pp_linear;
 
+/* Rows of x in a call of pp_linear_quantised, rounded to 8 bits. */
+typedef struct pp_quantised_scale {
+    float scale, scaled_sum; /* scaled_sum = scale * sum */
+    int32_t sum;             /* of the group's integers */
+} pp_quantised_scale;
+typedef struct pp_quantised_rows {
+    pp_quantised_scale *scales; /* (count, groups) */
+    int8_t *q;                  /* (count, inputs) */
+    int64_t count, inputs, groups;
+    int32_t dtype;              /* of x and of the results */
+} pp_quantised_rows;
+
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
@@ -249,6 +262,11 @@ typedef struct pp_kernels {
     void (*lookup_mul_row)(const uint16_t *gate, const uint16_t *up, const uint16_t *table, int64_t n, uint16_t *out);
     /* Computes the blocks of 32 outputs from `begin` to before `end`.  May be NULL. */
     void (*linear)(const pp_linear *work, int64_t begin, int64_t end);
+    /* linear_quantised.h.  The second one computes blocks [begin, end) of outputs for `count` rows from `row` on, and
+     * writes output 0 of the first row to `to`.  Rows of results are `stride` bytes apart.  NULL as `chunk_mixed`. */
+    void (*quantise_x)(const void *x, const pp_quantised_rows *rows, int64_t row);
+    void (*linear_quantised)(const pp_quantised *weight, const pp_quantised_rows *rows, int64_t row, int64_t count,
+                             int64_t begin, int64_t end, char *to, int64_t stride);
 } pp_kernels;
 
 extern const pp_tile_kernels pp_tiles_baseline;
@@ -265,8 +283,8 @@ extern const pp_tile_kernels pp_tiles_neon;
 extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 
-/* Returns the kernels to use for mixed pages: `kernels` itself if it has them, otherwise kernels that run on this CPU
- * and have them. */
+/* Returns the kernels to use for mixed pages and quantised weights: `kernels` itself if it has them, otherwise kernels
+ * that run on this CPU and have them. */
 const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels);
 
 /* The kernels in use.  They are selected at the first call and never change afterwards. */

@@ -27,7 +27,7 @@
 #define PP_ISA avx512
 #define PP_TILE_KERNELS pp_tiles_avx512
 #endif
-#define PP_OWN_MIXED NULL, NULL, NULL, NULL /* they use AVX512_VNNI */
+#define PP_OWN_MIXED NULL, NULL, NULL, NULL, NULL /* they use AVX512_VNNI */
 #include "kernels_of_isa.h"
 
 #define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )

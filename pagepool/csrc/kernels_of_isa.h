@@ -26,6 +26,7 @@
 #include "prefill_common.h"
 #include "prefill_kernel.h"
 #include "prefill_mixed.h"
+#include "linear_quantised_kernel.h"
 
 static void copy_f32(void *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
 
@@ -35,8 +36,8 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_TEXT(name) PP_TEXT_(name)
 
 /* All kernels of an instruction set.  `own_tiles` holds the kernels of tiles, `own_linear` is the kernel of linear.h or
- * NULL.  The other arguments are the kernels of mixed pages, or NULL. */
-#define PP_KERNELS(isa, own_tiles, own_linear, mixed, mixed_pack, mixed_prefill, mixed_shared) \
+ * NULL.  The other arguments are the kernels of mixed pages and of quantised weights, or NULL. */
+#define PP_KERNELS(isa, own_tiles, own_linear, mixed, mixed_pack, mixed_prefill, mixed_shared, quantised) \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
@@ -61,10 +62,12 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
         .rotate_row = rotate_row,                               \
         .lookup_mul_row = lookup_mul_row,                       \
         .linear = own_linear,                                   \
+        .quantise_x = quantise_x,                               \
+        .linear_quantised = quantised,                          \
     }
 #define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 
-#define PP_MIXED_KERNELS chunk_mixed, pack_mixed_queries, prefill_mixed, shared_mixed
+#define PP_MIXED_KERNELS chunk_mixed, pack_mixed_queries, prefill_mixed, shared_mixed, linear_quantised
 #ifndef PP_OWN_MIXED /* NULL if the CPU may lack the instructions */
 #define PP_OWN_MIXED PP_MIXED_KERNELS
 #endif

@@ -19,6 +19,7 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm256_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm256_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm256_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm256_fmadd_ps(a, b, c); }
+static inline pp_v v_fma_once(pp_v a, pp_v b, pp_v c) { return v_fma(a, b, c); }
 /* *sum += a * b, accumulated in the register of the sum.  Compilers prefer the form of fma that overwrites a factor,
  * and then run out of registers. */
 static inline void v_add_product(pp_v *sum, pp_v a, pp_v b) {

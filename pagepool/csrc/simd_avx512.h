@@ -18,6 +18,7 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return _mm512_sub_ps(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return _mm512_mul_ps(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return _mm512_div_ps(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return _mm512_fmadd_ps(a, b, c); }
+static inline pp_v v_fma_once(pp_v a, pp_v b, pp_v c) { return v_fma(a, b, c); }
 /* A factor that several vectors are multiplied by: *b in all lanes. v_fma_broadcast computes a * b + c.
  *
  * Wide units start two fma and two loads in a cycle.  Each fma with a broadcast operand uses a load slot that the other

@@ -26,6 +26,11 @@ static inline pp_v v_mul(pp_v a, pp_v b) { return a * b; }
 static inline pp_v v_div(pp_v a, pp_v b) { return a / b; }
 /* Rounds twice. This is the only difference in bits from the instruction sets with fma. */
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return a * b + c; }
+/* Rounds once, and is slow: for bits that must equal those of instruction sets with fma. */
+static inline pp_v v_fma_once(pp_v a, pp_v b, pp_v c) {
+    for (int i = 0; i < PP_LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+}
 /* A factor that several vectors are multiplied by: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }

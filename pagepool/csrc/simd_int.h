@@ -48,3 +48,24 @@ PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
     }
     memcpy(words, weights, sizeof weights);
 }
+
+/* As in simd_vnni.h. */
+enum { DOT_OUTPUTS = 16 };
+#define DOT_ROWS 2
+PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x, int64_t inputs,
+                             const pp_quantised_scale *of_x, int64_t groups, pp_v (*dots)[DOT_OUTPUTS / PP_LANES]) {
+    for (int r = 0; r < COUNT; r++) {
+        const int8_t *row = x + r * inputs;
+        float floats[DOT_OUTPUTS];
+        for (int output = 0; output < DOT_OUTPUTS; output++) {
+            int32_t sum = FORMAT == PP_QUANTISED_4 ? -8 * of_x[r * groups].sum : 0;
+            for (int i = 0; i < (FORMAT == PP_QUANTISED_8 ? 32 : 16); i++) {
+                const unsigned char byte = w[i / 4 * 128 + 4 * output + i % 4];
+                sum += (FORMAT == PP_QUANTISED_8 ? (int8_t)byte : byte & 15) * row[i];
+                if (FORMAT != PP_QUANTISED_8) sum += (byte >> 4) * row[i + 16];
+            }
+            floats[output] = (float)sum;
+        }
+        for (int j = 0; j < DOT_OUTPUTS / PP_LANES; j++) dots[r][j] = v_load(floats + j * PP_LANES);
+    }
+}

@@ -53,3 +53,39 @@ PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
         _mm256_storeu_si256((__m256i *)(words + j * 4), _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8));
     }
 }
+
+/* As in simd_vnni.h.  vpmaddubsw multiplies unsigned with signed bytes and adds two products: at most 2 * 128 * 127 in
+ * magnitude, which does not saturate.  Signed weights give their sign to x. */
+enum { DOT_OUTPUTS = 16 };
+#define DOT_ROWS 2
+PP_INLINE __m256i four_of(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x, int64_t inputs,
+                             const pp_quantised_scale *of_x, int64_t groups, pp_v (*dots)[2]) {
+    const int STEPS = FORMAT == PP_QUANTISED_8 ? 8 : 4;
+    const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    __m256i sums[DOT_ROWS][2];
+    PP_UNROLL for (int r = 0; r < COUNT; r++)
+        sums[r][0] = sums[r][1] = _mm256_set1_epi32(FORMAT == PP_QUANTISED_4 ? -8 * of_x[r * groups].sum : 0);
+    PP_UNROLL for (int i = 0; i < STEPS; i++)
+        PP_UNROLL for (int half = 0; half < 2; half++) {
+            const __m256i own = _mm256_load_si256((const __m256i *)(w + 128 * i + 32 * half));
+            PP_UNROLL for (int r = 0; r < COUNT; r++) {
+                const int8_t *row = x + r * inputs + 4 * i;
+                __m256i pairs;
+                if (FORMAT == PP_QUANTISED_8) {
+                    pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(own), _mm256_sign_epi8(four_of(row), own));
+                } else { /* four products are at most 4 * 15 * 127 */
+                    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(own, 4), low);
+                    pairs = _mm256_add_epi16(_mm256_maddubs_epi16(_mm256_and_si256(own, low), four_of(row)),
+                                             _mm256_maddubs_epi16(high, four_of(row + 16)));
+                }
+                sums[r][half] = _mm256_add_epi32(sums[r][half], _mm256_madd_epi16(pairs, ones));
+            }
+        }
+    PP_UNROLL for (int r = 0; r < COUNT; r++)
+        PP_UNROLL for (int half = 0; half < 2; half++) dots[r][half] = _mm256_cvtepi32_ps(sums[r][half]);
+}

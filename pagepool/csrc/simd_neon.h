@@ -18,6 +18,7 @@ static inline pp_v v_sub(pp_v a, pp_v b) { return vsubq_f32(a, b); }
 static inline pp_v v_mul(pp_v a, pp_v b) { return vmulq_f32(a, b); }
 static inline pp_v v_div(pp_v a, pp_v b) { return vdivq_f32(a, b); }
 static inline pp_v v_fma(pp_v a, pp_v b, pp_v c) { return vfmaq_f32(c, a, b); }
+static inline pp_v v_fma_once(pp_v a, pp_v b, pp_v c) { return v_fma(a, b, c); }
 /* A factor that several vectors are multiplied by: *b in all lanes. v_fma_broadcast computes a * b + c. */
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }

@@ -3,7 +3,16 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from pagepool.csrc cimport pp_decode_args, pp_dtype, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_status
 
 
-# As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h, elementwise.h and linear.h.
+cdef extern from "linear_quantised.h" nogil:
+    ctypedef struct pp_quantised:
+        int32_t format
+        int64_t outputs
+        const unsigned char *data
+        const float *bias
+
+
+# As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h, elementwise.h, linear.h and
+# linear_quantised.h.
 cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
                                 pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil
 cdef pp_status c_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
@@ -25,6 +34,9 @@ cdef void c_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride,
 cdef int c_linear_has_few() noexcept nogil
 cdef pp_status c_linear_few(const uint16_t *x, int64_t rows, int64_t inputs, const void *weight, const uint16_t *bias,
                             int64_t outputs, uint16_t *out, int num_threads) noexcept nogil
+cdef pp_status c_linear_quantised(const void *x, pp_dtype dtype, int64_t rows, int64_t inputs,
+                                  const pp_quantised *weights, int32_t num_weights, void *out,
+                                  int num_threads) noexcept nogil
 cdef void c_use_fork_join(size_t fork_join, int team_size) noexcept nogil
 cdef int c_default_num_threads() noexcept nogil
 cdef int c_num_threads_forced_unusable() noexcept nogil

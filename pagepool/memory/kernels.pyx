@@ -30,6 +30,11 @@ cdef extern from "linear.h" nogil:
     pp_status pp_linear_few(const uint16_t *x, int64_t rows, int64_t inputs, const void *weight, const uint16_t *bias,
                             int64_t outputs, uint16_t *out, int num_threads) noexcept
 
+cdef extern from "linear_quantised.h" nogil:
+    pp_status pp_linear_quantised(const void *x, pp_dtype dtype, int64_t rows, int64_t inputs,
+                                  const pp_quantised *weights, int32_t num_weights, void *out,
+                                  int num_threads) noexcept
+
 cdef extern from "elementwise.h" nogil:
     void pp_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
                      int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept
@@ -103,6 +108,12 @@ cdef int c_linear_has_few() noexcept nogil:
 cdef pp_status c_linear_few(const uint16_t *x, int64_t rows, int64_t inputs, const void *weight, const uint16_t *bias,
                             int64_t outputs, uint16_t *out, int num_threads) noexcept nogil:
     return pp_linear_few(x, rows, inputs, weight, bias, outputs, out, num_threads)
+
+
+cdef pp_status c_linear_quantised(const void *x, pp_dtype dtype, int64_t rows, int64_t inputs,
+                                  const pp_quantised *weights, int32_t num_weights, void *out,
+                                  int num_threads) noexcept nogil:
+    return pp_linear_quantised(x, dtype, rows, inputs, weights, num_weights, out, num_threads)
 
 
 cdef void c_use_fork_join(size_t fork_join, int team_size) noexcept nogil:

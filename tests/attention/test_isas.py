@@ -14,7 +14,7 @@ KERNEL_TESTS = ["test_decode_accuracy.py", "test_decode_bits.py", "test_decode_s
 KERNEL_TESTS += ["test_decode_variants.py", "test_head_dims.py", "test_several_queries.py", "test_block_scores.py"]
 KERNEL_TESTS += ["test_merge.py", "test_page_conversion.py", "test_arithmetic_bf16.py", "test_any_call.py"]
 KERNEL_TESTS += ["test_prefill.py", "test_quantised.py", "../memory/test_append_runs.py", "../engine/test_sampling.py"]
-KERNEL_TESTS += ["../integrations/test_elementwise.py"]
+KERNEL_TESTS += ["../integrations/test_elementwise.py", "../integrations/test_linear_quantised.py"]
 
 
 def test_the_forced_instruction_set_is_in_use():

@@ -19,6 +19,7 @@ from pagepool import (
     decode,
     prefill,
 )
+from pagepool.integrations.transformers.elementwise import QuantisedWeights
 from pagepool.memory.batch import group_append
 from pagepool.memory.block_tables import append_batch, release_batch
 from pagepool.prefix.directory import PrefixDirectory
@@ -31,6 +32,9 @@ LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype=
 LARGE = KvLayout(num_layers=1, num_kv_heads=1, head_dim=1024, block_size=4, dtype="float32")
 QUERIES, RESULTS = np.ones((2, 600, 1024), np.float32), np.ones((2, 600, 1024), np.float32)
 STARTS, LENS, TABLES = np.array([0, 2], np.int32), np.array([6], np.int32), np.array([[0, 1]], np.int32)
+# A layer of zeros. Its rows need more workspace than a thread keeps for its next call.
+ZEROS, QUANTISED = np.zeros((200_002, 32), np.float32), np.ones((200_000, 32), np.float32)
+ADDRESSES = ZEROS.ctypes.data + -ZEROS.ctypes.data % 64, QUANTISED.ctypes.data
 MESSAGES = set()
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
 
@@ -98,6 +102,17 @@ class World:
         return states, counts, self.allocator.free_count, self.ssm.free_count, held, bytes(memoryview(self.pool))
 
 
+def quantised_layer():
+    """Write the results of a quantised layer; on failure, write nothing."""
+    QUANTISED[:] = 5.0
+    try:
+        QuantisedWeights(32, [(1, 32, ADDRESSES[0], 0)]).run(ADDRESSES[0], 0, len(QUANTISED), ADDRESSES[1], 1)
+    except MemoryError:
+        assert (QUANTISED == 5.0).all()
+        raise
+    assert (QUANTISED == 0.0).all()
+
+
 OPERATIONS = {
     "small allocator": lambda world: BlockAllocator(8),
     "large allocator": lambda world: BlockAllocator(1 << 20),
@@ -161,6 +176,7 @@ OPERATIONS = {
     "states of a layout": lambda world: SsmStatePool.from_layout(STATES, 3),
     "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
     "lend": lambda world: world.ssm.alloc(5000),
+    "quantised weights": lambda world: quantised_layer(),
     "append by dlpack": lambda world: world.pool.append(0, *world.shown),
     "numpy and its dlpack": lambda world: world.pool.numpy().__dlpack__(),
 }

@@ -3,12 +3,15 @@
 Arguments are addresses of contiguous bfloat16 rows, as `torch.Tensor.data_ptr` returns them. They are not checked.
 """
 
-from libc.stdint cimport int64_t, uint16_t, uintptr_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uintptr_t
+from libc.stdlib cimport calloc, free
 
-from pagepool.csrc cimport PP_OK
-from pagepool.memory.kernels cimport c_linear_few, c_linear_has_few, c_lookup_mul, c_rms_norm, c_rotate
+from pagepool.csrc cimport PP_OK, pp_dtype
+from pagepool.memory.kernels cimport (
+    c_linear_few, c_linear_has_few, c_linear_quantised, c_lookup_mul, c_rms_norm, c_rotate, pp_quantised,
+)
 
-__all__ = ["has_linear_few", "linear_few", "lookup_mul", "rms_norm", "rotate"]
+__all__ = ["QuantisedWeights", "has_linear_few", "linear_few", "lookup_mul", "rms_norm", "rotate"]
 
 
 def has_linear_few():
@@ -28,6 +31,51 @@ def linear_few(uintptr_t x, int64_t rows, int64_t inputs, uintptr_t weight, uint
                                   outputs, <uint16_t *>out, num_threads) == PP_OK
     if not has_memory:
         raise MemoryError(f"no memory for {rows} rows of {inputs} inputs")
+
+
+cdef class QuantisedWeights:
+    """Addresses of the quantised weights of layers with the same input, whose outputs follow one another.
+
+    Parameters
+    ----------
+    inputs : int
+        Inputs of the layers, a multiple of 32.
+    weights : list of tuple of int
+        For each layer its format (of linear_quantised.h), outputs, and addresses of weight and bias. The bias is in
+        float32 and may be 0. The caller keeps this memory.
+    """
+
+    cdef pp_quantised *_weights
+    cdef int32_t _count
+    cdef readonly int64_t inputs, outputs
+
+    def __cinit__(self, int64_t inputs, weights):
+        self._count = len(weights)
+        self._weights = <pp_quantised *>calloc(max(1, self._count), sizeof(pp_quantised))
+        if self._weights == NULL:
+            raise MemoryError(f"no memory for {self._count} quantised weights")
+        self.inputs = inputs
+        cdef uintptr_t data, bias
+        cdef int32_t i = 0
+        for form, outputs, data, bias in weights:
+            self._weights[i] = pp_quantised(form, outputs, <const unsigned char *>data, <const float *>bias)
+            self.outputs += self._weights[i].outputs
+            i += 1
+
+    def __dealloc__(self):
+        free(self._weights)
+
+    def run(self, uintptr_t x, int32_t dtype, int64_t rows, uintptr_t out, int num_threads):
+        """Write the results of all layers to `out`, (rows, outputs), in the dtype of `x`, a pp_dtype.
+
+        Raises MemoryError. Releases the GIL.
+        """
+        cdef bint has_memory
+        with nogil:
+            has_memory = c_linear_quantised(<const void *>x, <pp_dtype>dtype, rows, self.inputs, self._weights,
+                                            self._count, <void *>out, num_threads) == PP_OK
+        if not has_memory:
+            raise MemoryError(f"no memory for {rows} rows of {self.inputs} inputs")
 
 
 def rms_norm(uintptr_t x, uintptr_t delta, uintptr_t weight, float eps, int64_t rows, int64_t n, uintptr_t sum,
