@@ -18,7 +18,7 @@ from refusals import refuses
 from store_world import BLOCK, LAYOUT, LEAST, World, prompt
 
 from pagepool import BlockAllocator, KvCachePool, PrefixCache
-from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of, weights_digest
+from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
 from pagepool.prefix.store import PrefixStore
 
 
@@ -226,9 +226,23 @@ def test_a_child_of_fork_waits_for_no_lock_that_a_thread_of_its_parent_held(tmp_
     world.stop()
 
 
+def test_a_new_directory_can_be_changed_by_its_owner_only(tmp_path):
+    before = os.umask(0)
+    try:
+        World(tmp_path / "parent" / "store").stop()
+    finally:
+        os.umask(before)
+    (folder,) = (tmp_path / "parent" / "store").iterdir()
+    assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
+
+
 def test_a_directory_that_others_can_change_is_refused(tmp_path):
     World(tmp_path).stop()
     (folder,) = tmp_path.iterdir()
+    tmp_path.chmod(0o777)
+    with refuses(PermissionError, str(tmp_path), "drwxrwxrwx"):
+        World(tmp_path)
+    tmp_path.chmod(0o700)
     folder.chmod(0o770)
     with refuses(PermissionError, str(folder), "drwxrwx---"):
         World(tmp_path)
@@ -519,21 +533,3 @@ def test_fingerprints_differ_by_everything_that_pages_depend_on():
         Fingerprint(found.text, found.page_bytes, 8),
     ]
     assert len({found.digest, *(other.digest for other in others)}) == 7
-
-
-def test_the_digest_of_weights_reads_every_byte_once(tmp_path):
-    folder, known = tmp_path / "model", tmp_path / "known.json"
-    folder.mkdir()
-    with refuses(ValueError, "no weights"):
-        weights_digest(folder)
-    (folder / "a.safetensors").write_bytes(bytes(3_000_000))
-    (folder / "config.json").write_text("{}")
-    first = weights_digest(folder, known)
-    assert weights_digest(folder, known) == weights_digest(folder) == first
-    status = (folder / "a.safetensors").stat()
-    (folder / "a.safetensors").write_bytes(bytes(2_999_999) + b"\1")
-    assert weights_digest(folder) != first and weights_digest(folder, known) != first
-    os.utime(folder / "a.safetensors", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert weights_digest(folder, known) == first, "the digest of an unchanged file is remembered"
-    known.write_bytes(b"\xff damaged")
-    assert weights_digest(folder, known) != first
