@@ -153,7 +153,9 @@ class PrefixStore:
             kept = f"{LEAST_SLOTS} pages and states" if fingerprint.state_bytes else f"{LEAST_SLOTS} pages"
             raise ValueError(f"max_bytes must be at least {least}, for {kept}, not {self.max_bytes}")
         self.folder = Path(path) / fingerprint.digest.hex()
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
+        _require_own(Path(path).resolve())  # a link to a directory is as good as its path
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         _require_own(self.folder)
         self._pid = os.getpid()
         self._change = Lock()  # guards the rows and the free slots; taken before `_look_up`
