@@ -20,7 +20,7 @@ from test_generate import SECONDS, run, served, start  # noqa: E402
 from pagepool import Engine, SamplingParams  # noqa: E402
 from pagepool.cli.model_options import model_directory  # noqa: E402
 from pagepool.integrations.transformers.pretrained import load_pretrained  # noqa: E402
-from pagepool.integrations.transformers.storing import digest_of_weights  # noqa: E402
+from pagepool.integrations.transformers.storing import digest_of_weights, model_fingerprint  # noqa: E402
 from pagepool.prefix.session import load_session, save_session  # noqa: E402
 
 STORE_BYTES = 64 << 20
@@ -54,6 +54,34 @@ def test_one_weight_that_differs_in_one_bit_finds_nothing(tmp_path):
     for model in models:
         with Engine(model, store=tmp_path, store_bytes=STORE_BYTES) as engine:
             assert answers(engine)[1] == [0, 0, 0, 0]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # about several adapters in one model
+def test_adapters_that_change_keys_change_the_fingerprint():
+    """The tensors of the first four models are equal: what differs are attributes of peft's layers."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: make test-models")
+    tuners = pytest.importorskip("peft.tuners.tuners_utils")
+
+    def adapted(alpha=4, active=True, use="x", names=("x", "y"), merged=False):
+        model = tiny_model("Llama")
+        torch.manual_seed(6)
+        for name in names:
+            config = peft.LoraConfig(r=4, lora_alpha=alpha, target_modules=["k_proj"], init_lora_weights=False)
+            peft.inject_adapter_in_model(config, model, adapter_name=name)
+        for layer in model.modules():
+            if isinstance(layer, tuners.BaseTunerLayer):
+                layer.set_adapter(use)
+                layer.enable_adapters(active)
+                if merged:
+                    layer.merge()
+        return model.eval()
+
+    kinds = [{}, {"alpha": 64}, {"active": False}, {"use": "y"}, {"merged": True}, {"names": ("x",)}]
+    for weights in (None, "a digest"):
+        prints = [model_fingerprint(adapted(**kind), (), 16, weights) for kind in kinds]
+        assert prints[0] == model_fingerprint(adapted(), (), 16, weights)
+        assert len({found.text for found in prints}) == len(kinds)
+        assert model_fingerprint(tiny_model("Llama"), (), 16, weights).text.count("adapters") == 0
 
 
 def test_pages_of_another_dtype_are_not_used(tmp_path):

@@ -31,8 +31,9 @@ def model_fingerprint(
 ) -> Fingerprint:
     """Return the fingerprint of a model's pages.
 
-    It includes the class of the model, its config, with RoPE and quantisation, the dtype of its weights and the
-    arithmetic of attention.
+    It includes the class of the model, its config, with RoPE and quantisation, the dtype of its weights, the state of
+    its peft adapters and the arithmetic of attention. Whatever else changes keys and values, such as a forward hook,
+    must change `weights`.
 
     Parameters
     ----------
@@ -51,6 +52,7 @@ def model_fingerprint(
     arithmetic : str
         The arithmetic of attention, as in `decode`.
     """
+    adapters = _digest_of_adapters(model)
     config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_PAGES}
     return fingerprint_of(
         pools,
@@ -61,7 +63,30 @@ def model_fingerprint(
         config=json.loads(json.dumps(config, default=str), parse_constant=str),  # a limit may be infinite
         dtype=str(model.dtype),
         arithmetic=arithmetic,
+        **({"adapters": adapters} if adapters else {}),
     )
+
+
+def _digest_of_adapters(model: Any) -> str:
+    """Return a digest of all plain attributes of the layers of peft, or "" without such layers.
+
+    They are the scaling, and the active, merged and disabled adapters.
+    """
+    of_torch = vars(torch.nn.Module())
+    layers = []
+    for name, module in model.named_modules():
+        if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
+            state = {key: value for key, value in vars(module).items() if key not in of_torch and _is_plain(value)}
+            layers.append([name, type(module).__name__, state])
+    return blake2b(json.dumps(layers, sort_keys=True).encode(), digest_size=16).hexdigest() if layers else ""
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | float | int)
 
 
 def shared_fingerprint(model: Any, block_size: int, weights: str | None, arithmetic: str) -> str:
