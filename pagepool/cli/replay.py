@@ -218,15 +218,10 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         attention = Attention(memory, pool, geometry, options.max_batch, config.max_batch_tokens, width)
     cache = MeteredCache(memory.PrefixCache(allocator, size, policy)) if policy else None
     tokens = TraceTokens(trace) if policy else None
-    scheduler = None
-    if in_python:
-        plain = importlib.import_module("pagepool.replay.plain")
-        scheduler = plain.PlainScheduler(config, allocator, cache)
-        block_manager = plain.PlainBlockManager(scheduler)
-    else:
-        block_manager = MeteredBlockManager(allocator, size)
+    manager = importlib.import_module("pagepool.replay.plain").PlainBlockManager if in_python else MeteredBlockManager
+    block_manager = manager(allocator, size)
     arrivals = Users(trace, options.users) if options.users else None
-    return Replay(trace, config, block_manager, options.cost, attention, arrivals, cache, tokens, scheduler)
+    return Replay(trace, config, block_manager, options.cost, attention, arrivals, cache, tokens)
 
 
 def _run_passes(options: argparse.Namespace) -> Outcome:

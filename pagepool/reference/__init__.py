@@ -1,4 +1,4 @@
-"""Memory, attention and scheduling in readable pure Python: specification, test oracle and baseline.
+"""Memory, prefix cache and attention in readable pure Python: specification, test oracle and baseline.
 
 The core never imports it. The classes have the same names, methods and results as the compiled classes, so that either
 can replace the other.
@@ -11,7 +11,6 @@ from pagepool.reference.block_table import BlockTables, PagedSeqState
 from pagepool.reference.hybrid import HybridSequence
 from pagepool.reference.kv_pool import KvCachePool
 from pagepool.reference.prefix import PrefixCache
-from pagepool.reference.scheduler import Scheduler
 from pagepool.reference.ssm_pool import AttentionSequenceState, Mamba2SequenceState, SequenceSlot, SsmStatePool
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "Mamba2SequenceState",
     "PagedSeqState",
     "PrefixCache",
-    "Scheduler",
     "SequenceSlot",
     "SsmStatePool",
     "append_batch",

@@ -80,6 +80,12 @@ class PrefixCache:
         self.hits += len(found)
         return np.array(blocks, dtype=np.int32)
 
+    def match_held(self, held: Any, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> Any:
+        """Like `match_prefix`, but also note the references in the list `held`."""
+        found = self.match_prefix(tokens, cache_salt=cache_salt, extra_keys=extra_keys)
+        held.extend(found)
+        return found
+
     def match_tokens(
         self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
     ) -> tuple[np.ndarray, int]:
@@ -108,14 +114,17 @@ class PrefixCache:
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
         start: int = 0,
+        epoch: int | None = None,
     ) -> int:
-        """Cache the full blocks of a sequence; return how many of them are new to the cache."""
+        """Cache the full blocks of a sequence; return how many of them are new. None are if `epoch` has risen."""
         refuse_negative(tokens)
         keys, ids = keys_of(tokens, self.block_size), [int(block) for block in blocks]
         if len(ids) < len(keys):
             raise ValueError(f"blocks must have at least {len(keys)} ids, one for each full block, not {len(ids)}")
         if not 0 <= start <= len(keys):
             raise ValueError(f"start must be from 0 to {len(keys)}, not {start}")
+        if epoch not in (None, self.epoch):
+            return 0
         root = node = self._root(cache_salt, extra_keys)
         last = self._cached.get(ids[start - 1]) if start else None
         if last is not None and last.key == keys[start - 1] and root_of(last) is root:

@@ -1,6 +1,6 @@
 """Recorded traffic through the scheduler and the pool, under a virtual clock.
 
-driver   the loop: steps and time      plain     the scheduler of `pagepool.reference` in it
+driver   the loop: steps and time      plain     its blocks in plain Python
 attend   K/V and decode on real memory
 clock    costs and arrivals            latency   times to and between tokens
 ptrace   reads a trace

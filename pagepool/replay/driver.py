@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pagepool.config import SchedulerConfig
 from pagepool.replay.attend import Attention
@@ -51,7 +51,7 @@ class Replay:
         The requests. A request that can never fit the pool is counted as refused.
     config : SchedulerConfig
         The configuration of the scheduler.
-    block_manager : MeteredBlockManager or PlainBlockManager
+    block_manager : MeteredBlockManager
         Over the allocator of the pool.
     cost : CostModel
         The virtual clock.
@@ -63,21 +63,18 @@ class Replay:
         A prefix cache over the same allocator.
     tokens : TraceTokens, optional
         Token ids that the cache compares. Required with a cache.
-    scheduler : PlainScheduler, optional
-        Default: a `Scheduler` over the block manager and the cache.
     """
 
     def __init__(
         self,
         trace: Trace,
         config: SchedulerConfig,
-        block_manager: MeteredBlockManager | PlainBlockManager,
+        block_manager: MeteredBlockManager,
         cost: CostModel,
         attention: Attention | None = None,
         arrivals: Arrivals | None = None,
         cache: MeteredCache | None = None,
         tokens: TraceTokens | None = None,
-        scheduler: PlainScheduler | None = None,
     ) -> None:
         self.trace = trace
         self._arrivals: Arrivals = OpenLoop(trace) if arrivals is None else arrivals
@@ -86,7 +83,7 @@ class Replay:
         self.attention = attention
         self.totals = Totals()
         self.cache = cache
-        self.scheduler: Any = Scheduler(config, block_manager, cache) if scheduler is None else scheduler
+        self.scheduler: Any = Scheduler(config, block_manager, cache)
         self._tokens = tokens
         self._outputs: dict[int, Iterator[int]] = {}  # sequence -> its output tokens, with a cache
         self._cost = cost
@@ -272,7 +269,3 @@ class MeteredCache:
                 self.nanoseconds += perf_counter_ns() - start
 
         return timed
-
-
-if TYPE_CHECKING:
-    from pagepool.replay.plain import PlainBlockManager, PlainScheduler

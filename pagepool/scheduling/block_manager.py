@@ -70,7 +70,7 @@ class BlockManager:
         self.capacity = 0 if allocator is None else allocator.max_capacity
         self.num_tokens = 0
         self.evicted = 0
-        self.block_refs = [] if allocator is None else [BlockRefs(allocator) for _ in sizes]
+        self.block_refs = [] if allocator is None else [self._open_refs() for _ in sizes]
 
     @property
     def free_slots(self) -> int | None:
@@ -119,7 +119,7 @@ class BlockManager:
     def open(self, seq: Sequence) -> None:
         """Give `seq` an empty state with room for its `max_tokens`."""
         if self.has_states:
-            seq.kv = PagedSeqState(self.allocator, self.block_size, self.blocks_for(seq.max_tokens))
+            seq.kv = self._open_state(self.blocks_for(seq.max_tokens))
             seq.kv.label = seq._label
 
     def adopt(self, seq: Sequence, blocks: list[Any]) -> None:
@@ -210,6 +210,12 @@ class BlockManager:
 
     def _release_batch(self, states: list[Any], close: bool) -> None:
         release_batch(states, close)
+
+    def _open_state(self, max_blocks: int) -> Any:
+        return PagedSeqState(self.allocator, self.block_size, max_blocks)
+
+    def _open_refs(self) -> Any:
+        return BlockRefs(self.allocator)
 
     def _truncate(self, state: Any, num_tokens: int) -> None:
         state.truncate(num_tokens)

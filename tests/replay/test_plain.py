@@ -1,12 +1,11 @@
-"""`--reference`: allocator, cache, scheduler and attention in plain Python give the same output, except wall time."""
+"""`--reference`: allocator, cache and attention in plain Python give the same output, except wall time."""
 
 import json
 import sys
 
 import pytest
 
-from pagepool import SchedulerConfig, cli, reference
-from pagepool.replay.plain import PlainBlockManager, PlainScheduler
+from pagepool import cli, reference
 
 WALL = ("wall_s", "ns_per_block_op", "sched_us_per_step", "memory_s", "memory_share")
 WALL_OF_ATTENTION = ("seconds", "append_seconds", "gb_per_s")
@@ -70,12 +69,13 @@ def test_pictures_are_equal(sessions, tmp_path, capsys):
 
 
 def test_nothing_of_it_is_compiled(sessions, capsys, monkeypatch):
-    """The compiled scheduler, cache, allocator and kernels are not called: each is replaced by one that fails."""
+    """The compiled cache, allocator, sequences and kernels are not called: each is replaced by one that fails."""
     made = []
-    monkeypatch.setattr(reference.Scheduler, "schedule", watched(reference.Scheduler.schedule, made))
+    monkeypatch.setattr(reference.BlockAllocator, "demand", watched(reference.BlockAllocator.demand, made))
     for module, name in (("pagepool", "BlockAllocator"), ("pagepool", "PrefixCache"), ("pagepool", "decode")):
         monkeypatch.setattr(sys.modules[module], name, None)
-    monkeypatch.setattr("pagepool.replay.driver.Scheduler", None)
+    for name in ("PagedSeqState", "BlockRefs", "append_batch", "release_batch"):
+        monkeypatch.setattr(f"pagepool.scheduling.block_manager.{name}", None)
     numbers(capsys, sessions, "--policy", "lru", "--block-size", "4", "--reference")
     assert len(made) > 5
 
@@ -86,8 +86,3 @@ def watched(call, seen):
         return call(*given)
 
     return wrapper
-
-
-def test_what_does_not_fit_is_refused():
-    block_manager = PlainBlockManager(PlainScheduler(SchedulerConfig(block_size=4), reference.BlockAllocator(3), None))
-    assert block_manager.refusal(12) is None and block_manager.refusal(13) == "13 tokens need 4 blocks, the pool has 3"

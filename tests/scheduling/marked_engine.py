@@ -18,10 +18,21 @@ def marks(tokens):
     return np.array(found, np.float32)
 
 
-class Engine:
-    """Stores K and V of a batch, then checks all K and V that its sequences can attend to."""
+def marks_of_drafts(engine, seq, count):
+    if engine.draft is None or not count:
+        return np.full(count, -1, np.float32)
+    fed = seq.all_tokens[: seq.fed]
+    return marks(fed + engine.draft(fed, count))[-count:]
 
-    def __init__(self, num_blocks):
+
+class Engine:
+    """Stores K and V of a batch, then checks all K and V that its sequences can attend to.
+
+    `draft(tokens, count)` returns the drafts behind the fed tokens. Without it no draft is ever accepted.
+    """
+
+    def __init__(self, num_blocks, draft=None):
+        self.draft = draft
         self.pool = KvCachePool.from_layout(LAYOUT, num_blocks)
         self.tables = BlockTables(64, num_blocks)
         self.states = None
@@ -34,7 +45,7 @@ class Engine:
         for seq_id, tokens, drafts in zip(batch.seq_ids, batch.tokens, batch.lookahead, strict=True):
             seq = scheduler.get_sequence(seq_id)
             rows.append(marks(seq.all_tokens[: seq.fed])[-len(tokens) :])
-            rows.append(np.full(drafts, -1, np.float32))
+            rows.append(marks_of_drafts(self, seq, drafts))
         values = np.concatenate(rows)[:, None, None] * np.ones((1, 1, 8), np.float32)
         self.pool.append(0, tables.slot_mapping, values, -values)
         for seq_id, state in zip(batch.seq_ids, batch.states, strict=True):
@@ -50,7 +61,8 @@ class HybridEngine:
     A batch runs only once: a recurrent state must not process a token twice.
     """
 
-    def __init__(self, num_blocks, windows, slots=None):
+    def __init__(self, num_blocks, windows, slots=None, draft=None):
+        self.draft = draft
         layout = KvLayout(num_layers=len(windows), num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
         self.pool = KvCachePool.from_layout(layout, num_blocks)
         self.tables = BlockTables(64, 1000)
@@ -71,7 +83,7 @@ class HybridEngine:
         ):
             seq = scheduler.get_sequence(seq_id)
             known = marks(seq.all_tokens[: seq.fed])
-            rows += [known[len(known) - len(tokens) :], np.full(drafts, -1, np.float32)]
+            rows += [known[len(known) - len(tokens) :], marks_of_drafts(self, seq, drafts)]
             if self.states is not None:
                 before = known[-len(tokens) - 1] if len(known) > len(tokens) else 0
                 h = state.state.view(0, "h")

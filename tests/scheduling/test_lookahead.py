@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refuses
 
-import pagepool
-from pagepool import BlockAllocator, BlockTables, PrefixCache, Scheduler, SchedulerConfig, reference
+from pagepool import BlockAllocator, BlockTables, PrefixCache, Scheduler, SchedulerConfig
 
 BLOCK = 4
 
@@ -76,11 +75,10 @@ def test_wrong_results_change_nothing(result, words):
         scheduler.commit(batch, [[51]])
 
 
-@pytest.mark.parametrize("api", [pagepool, reference])
-def test_drafts_are_refused_for_a_sequence_with_newly_appended_tokens(api):
+def test_drafts_are_refused_for_a_sequence_with_newly_appended_tokens():
     """The appended tokens use the slots of the drafts, and the sequence may lack room for both."""
-    allocator = api.BlockAllocator(32)
-    scheduler = api.Scheduler(SchedulerConfig(block_size=BLOCK, lookahead=3), allocator)
+    allocator = BlockAllocator(32)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, lookahead=3), allocator)
     seq = start(scheduler, limit=10)
     batch = scheduler.schedule()
     assert batch.lookahead == [3]

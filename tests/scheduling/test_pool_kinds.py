@@ -1,10 +1,9 @@
 """The kinds of pool that a scheduler takes."""
 
-import pytest
 from refusals import refuses
 
 import pagepool
-from pagepool import Scheduler, SchedulerConfig, reference
+from pagepool import Scheduler, SchedulerConfig
 
 
 def test_the_pool_may_be_of_any_kind():
@@ -24,19 +23,18 @@ def test_the_pool_may_be_of_any_kind():
     assert scheduler.schedule().states == []
 
 
-@pytest.mark.parametrize("api", [pagepool, reference])
-def test_the_pool_decides_the_block_size_and_a_config_must_not_contradict_it(api):
-    pool = api.KvCachePool.from_layout(pagepool.KvLayout(1, 1, 8, block_size=32), 4)
+def test_the_pool_decides_the_block_size_and_a_config_must_not_contradict_it():
+    pool = pagepool.KvCachePool.from_layout(pagepool.KvLayout(1, 1, 8, block_size=32), 4)
     for given in (None, 32):
         for memory in (pool, pool.allocator):
-            scheduler = api.Scheduler(SchedulerConfig(block_size=given), memory)
+            scheduler = Scheduler(SchedulerConfig(block_size=given), memory)
             scheduler.add_request([1] * 33, 40)
             scheduler.schedule()
             assert pool.allocator.in_use == 2
             scheduler.remove_sequence(1)
     for memory in (pool, pool.allocator):
         with refuses(ValueError, "block_size", 32, 16):
-            api.Scheduler(SchedulerConfig(block_size=16), memory)
+            Scheduler(SchedulerConfig(block_size=16), memory)
     assert pool.allocator.in_use == 0
 
 

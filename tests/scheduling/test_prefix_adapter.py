@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from marked_engine import LAYOUT, Engine
 from refusals import refuses
 
-import pagepool
-from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, reference
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig
 
 BLOCK = 4
 
@@ -321,14 +320,12 @@ def test_a_cache_must_match_the_pool():
     assert scheduler.total_count == 0
 
 
-@pytest.mark.parametrize("make_scheduler", [Scheduler, reference.Scheduler])
 @pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("wide", [2**31, 2**40, 10**30])
-def test_a_token_that_the_cache_cannot_hold_is_refused_before_anything_changes(make_scheduler, lookahead, wide):
-    api = reference if make_scheduler is reference.Scheduler else None
-    allocator = (api or pagepool).BlockAllocator(32)
-    cache = (api or pagepool).PrefixCache(allocator, BLOCK)
-    scheduler = make_scheduler(SchedulerConfig(block_size=BLOCK, lookahead=lookahead), allocator, cache)
+def test_a_token_that_the_cache_cannot_hold_is_refused_before_anything_changes(lookahead, wide):
+    allocator = BlockAllocator(32)
+    cache = PrefixCache(allocator, BLOCK)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, lookahead=lookahead), allocator, cache)
     for number in range(3):
         scheduler.add_request([number, 8, 9], 16)
     # The sequences fill blocks at different steps. A check at that time would find the wrong token after other changes.

@@ -5,8 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import pagepool
-from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant, reference
+from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
 from pagepool.scheduling.policies import POLICIES
 from pagepool.scheduling.request import Sequence
 from pagepool.scheduling.tenants import Tenants
@@ -230,11 +229,10 @@ def test_names_of_ended_tenants_are_not_kept(max_wait):
         assert len(turns._heap) <= 64
 
 
-@pytest.mark.parametrize("api", [pagepool, reference])
 @pytest.mark.parametrize("max_wait", [None, 10_000])
-def test_a_preempted_request_resumes_before_requests_blocked_by_its_quota(api, max_wait):
+def test_a_preempted_request_resumes_before_requests_blocked_by_its_quota(max_wait):
     config = SchedulerConfig(block_size=4, watermark=0, max_wait_steps=max_wait, tenants={"t": Tenant(max_blocks=5)})
-    scheduler = api.Scheduler(config, api.BlockAllocator(8))
+    scheduler = Scheduler(config, BlockAllocator(8))
     scheduler.add_request([1] * 4, 20, priority=2, tenant="t")
     preempted = scheduler.add_request([1] * 8, 20, priority=1, tenant="t")
     scheduler.schedule()
