@@ -50,6 +50,7 @@ cdef extern from "shared/pool.h" nogil:
         int64_t block_bytes
         int fd
         int64_t peak
+        int64_t blocker
         pp_lock *lock
 
     int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed)
@@ -92,6 +93,8 @@ cdef class SharedPages:
     cdef int compare(self, const pp_shared_shape *found, const pp_shared_shape *shape) except -1
     # The StaleHandle of a view that is stale.
     cdef object stale(self)
+    # The PoolError of a call that gave up waiting for a lock of another process.
+    cdef object refuse_wait(self, str what)
     # The lock is the allocator's. After `close` the view is stale, and the process holds no block.
     cdef void close(self, pp_lock *lock) noexcept
     cdef int set_limit(self, int32_t limit) except -1

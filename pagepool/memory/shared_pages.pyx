@@ -181,6 +181,10 @@ cdef class SharedPages:
             return StaleHandle(f"{which} was attached by process {self.pid}, not by {os.getpid()}: attach again")
         return StaleHandle(f"{which} took process {self.pid} for dead and freed its blocks: attach again")
 
+    cdef object refuse_wait(self, str what):
+        who = f"process {self.view.blocker}" if self.view.blocker else "another process"
+        return PoolError(f"{who} has locked {what} of the shared pool {self.shared!r} for 2 s: is it stopped?")
+
     cdef int attach(self, object shared, const pp_shared_shape *shape, int64_t limit) except -1:
         """Attaches to the pool, or makes it."""
         cdef int fd, error

@@ -127,6 +127,8 @@ cdef class SharedIndex:
         with nogil:
             done = pp_index_forget(self.view, blocks, n)
         self.check_alive()
+        if done < 0:
+            raise (<SharedPages>self.allocator.shared_pages).refuse_wait("the index")
         return done
 
     cdef int64_t count(self, bint only_idle) noexcept:

@@ -525,10 +525,11 @@ def test_nothing_is_cached_of_an_epoch_that_a_reset_or_a_discard_has_ended(eithe
     for end in (cache.reset_prefix_cache, lambda: cache.discard([5]), lambda: cache.discard(blocks[:1])):
         epoch = cache.epoch
         end()
-        assert cache.epoch == epoch + 1
+        assert cache.epoch > epoch
         assert cache.cache_blocks(tokens, blocks, epoch=epoch) == 0 == cache.cached_tokens(tokens)
-        assert cache.cache_blocks(tokens, blocks, epoch=cache.epoch) == 2
-        assert (cache.discard([]), cache.evict(1), cache.epoch) == (0, 0, epoch + 1)
+        epoch = cache.epoch
+        assert cache.cache_blocks(tokens, blocks, epoch=epoch) == 2
+        assert (cache.discard([]), cache.evict(1), cache.epoch) == (0, 0, epoch)
         cache.reset_prefix_cache()
     assert cache.cache_blocks(tokens, blocks) == 2  # without an epoch: the caller knows that the blocks are right
     cache.check()

@@ -35,8 +35,8 @@ FAULTS = {
     "the index is not built again": ("index.c", "if (LOAD(&view->header->dirty)) rebuild(view);", ""),
     "the index is never dirty": (
         "index.c",
-        "    STORE(&view->header->dirty, 1);\n    PP_STEP();\n    return 1;",
-        "    return 1;",
+        "    STORE(&view->header->dirty, 1);\n    PP_STEP();\n    return 0;",
+        "    return 0;",
     ),
     "the index is clean too early": (
         "index.c",

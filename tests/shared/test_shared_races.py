@@ -56,7 +56,11 @@ FAULTS = {
         ("index.c", "if (!is_node(view, b, &wanted, tokens)) {", "if (0) {"),
     ],
     "two processes write the index": [
-        ("index.c", "if (CAS(&view->header->index_lock, &owner, view->bit)) break;", "if (!owner) break;")
+        (
+            "index.c",
+            "if (is_writer && CAS(&view->header->index_lock, &owner, view->bit)) break;",
+            "if (is_writer && !LOAD(&view->header->index_lock)) break;",
+        )
     ],
 }
 

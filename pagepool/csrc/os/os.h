@@ -68,6 +68,10 @@ void pp_os_wake(_Atomic uint32_t *word, int count);
  * refuses to install such stacks. */
 int pp_os_permits_tiles(void);
 
+/* A clock in ns that is never set back, and a sleep of at least so many ns unless a signal ends it. */
+int64_t pp_os_clock(void);
+void pp_os_sleep(int64_t nanoseconds);
+
 /* Lets another thread run on this CPU. */
 void pp_os_yield(void);
 

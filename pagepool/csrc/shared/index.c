@@ -20,9 +20,16 @@ enum {
     AHEAD = 32,        /* blocks of which a reader prefetches the nodes */
     MOST_STEPS = 512,  /* of a reader along one chain */
     SPINS = 64,        /* before a waiting writer yields */
-    PATIENCE = 256,    /* yields between two searches for a dead writer */
-    MOST_VICTIMS = 8192
+    YIELDS = 256,      /* before it sleeps between two attempts */
+    NAP = 100000,      /* ns: a process that waits for a stopped one uses 1 to 2 % of a core */
+    NAPS = 64,         /* between two searches for a dead writer */
+    MOST_VICTIMS = 8192,
+    MOST_AT_ONCE = 512 /* evictions or releases while the lock is held: about 0.1 ms */
 };
+
+/* How long writers wait for the lock of the index, in ns.  Caching and eviction may be refused without harm, so they do
+ * not wait long for a process that is stopped.  Calls that wait again for the same process hardly wait. */
+static const int64_t SHORT_WAIT = 100000000, LONG_WAIT = 2000000000, REPEATED_WAIT = 1000000;
 
 /* What identifies a node, except for its tokens. */
 typedef struct key {
@@ -185,37 +192,67 @@ static int is_damaged(const pp_shared *view, uint64_t owner) {
     return LOAD(&view->header->slots[__builtin_ctzll(owner)].state) == 0;
 }
 
-/* Waits until this process has the index; returns 0 if the view is stale.  Threads of one process wait in turn. */
-static int begin(pp_shared *view) {
-    /* In a child after fork, a thread that exists only in the parent may hold the lock below. */
-    if (pp_shared_is_stale(view)) return 0;
-    pp_lock_acquire(&view->writers);
-    for (int64_t tries = 1;; tries++) {
-        uint64_t owner = 0;
-        if (pp_shared_is_stale(view)) {
-            pp_lock_release(&view->writers);
+/* The process in whose slot `owner` is the bit, or 0. */
+static int64_t process_of(const pp_shared *view, uint64_t owner) {
+    return owner && owner < PP_INDEX_BIT ? view->header->slots[__builtin_ctzll(owner)].pid : 0;
+}
+
+/* The lock is held by another process or by another thread of this one.  Returns 0 when the time is over. */
+static int wait_for_index(pp_shared *view, uint64_t owner, int64_t tries, int64_t patience, int64_t *until) {
+    if (tries < SPINS) {
+        pp_relax();
+    } else if (tries < YIELDS) {
+        pp_os_yield();
+    } else {
+        const int64_t now = pp_os_clock();
+        if (owner && owner == READ(&view->stuck) && patience == SHORT_WAIT) patience = REPEATED_WAIT;
+        if (!*until) *until = now + patience;
+        if (now >= *until) {
+            WRITE(&view->stuck, owner);
+            WRITE(&view->blocker, process_of(view, owner));
             return 0;
         }
-        if (CAS(&view->header->index_lock, &owner, view->bit)) break;
-        if (tries < SPINS)
-            pp_relax();
-        else
-            pp_os_yield();
-        if (tries % PATIENCE == 0) {
-            if (view->lock) pp_lock_acquire(view->lock);
-            pp_shared_reap(view);
-            if (view->lock) pp_lock_release(view->lock);
-            if (owner && is_damaged(view, owner) && CAS(&view->header->index_lock, &owner, view->bit)) {
-                STORE(&view->header->dirty, 1);
-                break;
-            }
+        pp_os_sleep(NAP);
+    }
+    return 1;
+}
+
+/* Waits until this process has the index.  Returns 0, ESTALE or ETIMEDOUT.  Threads of one process wait in turn. */
+static int begin(pp_shared *view, int64_t patience) {
+    int64_t until = 0;
+    int is_writer = 0, error = 0;
+    for (int64_t tries = 1;; tries++) {
+        uint64_t owner = 0;
+        /* In a child after fork, a thread that exists only in the parent may hold `writers`. */
+        if (pp_shared_is_stale(view)) {
+            error = ESTALE;
+            break;
+        }
+        if (!is_writer) is_writer = pp_lock_try(&view->writers);
+        if (is_writer && CAS(&view->header->index_lock, &owner, view->bit)) break;
+        if (!wait_for_index(view, owner, tries, patience, &until)) {
+            error = ETIMEDOUT;
+            break;
+        }
+        if (!owner || tries < YIELDS || (tries - YIELDS) % NAPS) continue;
+        if (view->lock) pp_lock_acquire(view->lock);
+        pp_shared_reap(view);
+        if (view->lock) pp_lock_release(view->lock);
+        if (is_damaged(view, owner) && CAS(&view->header->index_lock, &owner, view->bit)) {
+            STORE(&view->header->dirty, 1);
+            break;
         }
     }
+    if (error) {
+        if (is_writer) pp_lock_release(&view->writers);
+        return error;
+    }
+    WRITE(&view->stuck, 0);
     PP_STEP();
     if (LOAD(&view->header->dirty)) rebuild(view);
     STORE(&view->header->dirty, 1);
     PP_STEP();
-    return 1;
+    return 0;
 }
 
 static void end(pp_shared *view) {
@@ -249,7 +286,7 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
                         uint64_t epoch, int64_t *failed) {
     key wanted = first_key(view, path);
     int64_t i = 0, fresh = 0;
-    if (!begin(view)) return 0;
+    if (begin(view, SHORT_WAIT)) return 0;
     if (pp_index_epoch(view) != epoch) {
         end(view);
         return 0;
@@ -295,7 +332,7 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
         PP_STEP();
         WRITE(&node->generation, wanted.generation);
         PP_STEP();
-        node->depth = wanted.depth;
+        WRITE(&node->depth, wanted.depth);
         PP_STEP();
         WRITE(&node->stamp, now);
         write_tokens(view, b, tokens);
@@ -311,65 +348,123 @@ int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_
     return fresh;
 }
 
-static int by_age(const void *left, const void *right) {
-    const pp_index_victim *a = left, *b = right;
-    if (a->stamp != b->stamp) return a->stamp < b->stamp ? 1 : -1; /* the oldest is last */
-    return (a->depth > b->depth) - (a->depth < b->depth);          /* a child is evicted before its parent */
+/* Whether a is evicted before b: the one that was used last longer ago, or a child before its parent. */
+static int is_older(const pp_index_victim *a, const pp_index_victim *b) {
+    return a->stamp != b->stamp ? a->stamp < b->stamp : a->depth > b->depth;
 }
 
-/* Lists the idle blocks, the oldest last.  O(n log n), amortised over the blocks of the list. */
-static void list_victims(pp_shared *view) {
+static int by_age(const void *left, const void *right) { /* the oldest is last */
+    return is_older(left, right) - is_older(right, left);
+}
+
+/* Moves the `kept` oldest of n victims to the front, the youngest of these to kept - 1: Hoare's quickselect. */
+static void keep_oldest(pp_index_victim *all, int64_t n, int64_t kept) {
+    for (int64_t low = 0, high = n - 1; low < high;) {
+        const pp_index_victim pivot = all[low + (high - low) / 2];
+        int64_t i = low - 1, j = high + 1;
+        for (;;) {
+            do i++; while (is_older(&all[i], &pivot));
+            do j--; while (is_older(&pivot, &all[j]));
+            if (i >= j) break;
+            const pp_index_victim swapped = all[i];
+            all[i] = all[j];
+            all[j] = swapped;
+        }
+        if (kept - 1 <= j)
+            high = j;
+        else
+            low = j + 1;
+    }
+}
+
+/* Lists at most MOST_VICTIMS idle blocks, the oldest last; `list` has room for twice as many.  It takes 4 ms for
+ * 400,000 blocks, so it is done without the lock of the index: each victim is compared again before it is evicted. */
+static int64_t list_victims(const pp_shared *view, pp_index_victim *list) {
     int64_t count = 0;
-    view->num_victims = 0;
-    if (!view->victims) view->victims = malloc(((size_t)view->num_blocks + 1) * sizeof *view->victims);
-    if (!view->victims) return;
-    for (int32_t b = 0; b < view->num_blocks; b++)
-        if ((uint32_t)LOAD(&view->words[b]) == PP_INDEX_BIT)
-            view->victims[count++] = (pp_index_victim){READ(&view->nodes[b].stamp), b, view->nodes[b].depth};
-    qsort(view->victims, (size_t)count, sizeof *view->victims, by_age);
+    int is_full = 0;
+    for (int32_t b = 0; b < view->num_blocks; b++) {
+        if ((uint32_t)LOAD(&view->words[b]) != PP_INDEX_BIT) continue;
+        const pp_index_victim victim = {READ(&view->nodes[b].stamp), b, READ(&view->nodes[b].depth)};
+        if (is_full && !is_older(&victim, &list[MOST_VICTIMS - 1])) continue;
+        list[count++] = victim;
+        if (count < 2 * MOST_VICTIMS) continue;
+        keep_oldest(list, count, MOST_VICTIMS);
+        count = MOST_VICTIMS;
+        is_full = 1;
+    }
     if (count > MOST_VICTIMS) {
-        memmove(view->victims, view->victims + count - MOST_VICTIMS, MOST_VICTIMS * sizeof *view->victims);
+        keep_oldest(list, count, MOST_VICTIMS);
         count = MOST_VICTIMS;
     }
-    view->num_victims = count;
+    qsort(list, (size_t)count, sizeof *list, by_age);
+    return count;
 }
 
-int64_t pp_index_evict(pp_shared *view, int64_t n) {
-    int64_t done = 0, done_before = -1;
-    if (n <= 0 || !begin(view)) return 0;
+/* Evicts from the list until n blocks below the limit are evicted, or the list ends.  Requires the index. */
+static int64_t evict_listed(pp_shared *view, int64_t n) {
     const int64_t limit = pp_shared_limit(view);
-    while (done < n) {
-        if (!view->num_victims) {
-            if (done == done_before) break;
-            done_before = done;
-            list_victims(view);
-            if (!view->num_victims) break;
-        }
+    int64_t done = 0;
+    while (done < n && view->num_victims) {
         const pp_index_victim victim = view->victims[--view->num_victims];
-        if (READ(&view->nodes[victim.block].stamp) != victim.stamp || !release_block(view, victim.block, 1)) continue;
+        const int is_used = READ(&view->nodes[victim.block].stamp) != victim.stamp; /* since it was listed */
+        if (is_used || !release_block(view, victim.block, 1)) continue;
         done += victim.block < limit;
         if (view->lock) pp_lock_acquire(view->lock);
         if (view->num_hints < view->num_blocks) view->hints[view->num_hints++] = victim.block;
         if (view->lock) pp_lock_release(view->lock);
     }
     __atomic_fetch_add(&view->header->evicted, (uint64_t)done, __ATOMIC_RELAXED);
-    end(view);
     return done;
 }
 
+int64_t pp_index_evict(pp_shared *view, int64_t n) {
+    const size_t room = (size_t)(view->num_blocks < 2 * MOST_VICTIMS ? view->num_blocks : 2 * MOST_VICTIMS);
+    pp_index_victim *list = NULL;
+    int64_t done = 0, count = 0;
+    while (done < n && !begin(view, SHORT_WAIT)) {
+        if (list) { /* another thread may have installed one meanwhile: its blocks are listed again later */
+            free(view->victims);
+            view->victims = list;
+            view->num_victims = count;
+            list = NULL;
+        }
+        done += evict_listed(view, n - done < MOST_AT_ONCE ? n - done : MOST_AT_ONCE);
+        const int is_empty = !view->num_victims;
+        end(view);
+        if (done == n) break;
+        if (!is_empty) {
+            pp_os_yield(); /* other writers wait */
+            continue;
+        }
+        list = malloc((room + 1) * sizeof *list);
+        count = list ? list_victims(view, list) : 0;
+        if (!count) break;
+    }
+    free(list);
+    return done;
+}
+
+/* The epoch rises before the first block is forgotten, because the process can be killed in between.  It rises again
+ * after the last one, because a look-up in between can find a block that is forgotten later. */
 int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n) {
-    int64_t count = 0;
-    if (!begin(view)) return 0;
-    if (!blocks || n) { /* before the first block is forgotten, because the process can be killed in between */
-        STORE(&view->header->epoch, pp_index_epoch(view) + 1);
+    int64_t count = 0, i = 0;
+    if (!blocks) n = view->num_blocks;
+    do {
+        int64_t released = 0;
+        if (begin(view, LONG_WAIT)) return -1;
+        if (n && !i) STORE(&view->header->epoch, pp_index_epoch(view) + 1);
         PP_STEP();
-    }
-    for (int64_t i = 0; i < (blocks ? n : view->num_blocks); i++) {
-        const int32_t b = blocks ? blocks[i] : (int32_t)i;
-        if (b >= 0 && b < view->num_blocks) count += release_block(view, b, 0);
-    }
-    __atomic_fetch_add(&view->header->forgotten, (uint64_t)count, __ATOMIC_RELAXED);
-    end(view);
+        for (; i < n && released < MOST_AT_ONCE; i++) {
+            const int32_t b = blocks ? blocks[i] : (int32_t)i;
+            if (b >= 0 && b < view->num_blocks) released += release_block(view, b, 0);
+        }
+        __atomic_fetch_add(&view->header->forgotten, (uint64_t)released, __ATOMIC_RELAXED);
+        if (n && i == n) STORE(&view->header->epoch, pp_index_epoch(view) + 1);
+        PP_STEP();
+        end(view);
+        count += released;
+        if (i < n) pp_os_yield(); /* other writers wait */
+    } while (i < n);
     return count;
 }
 
@@ -379,7 +474,8 @@ int pp_index_set_limit(pp_shared *view, int64_t limit) {
     const int error = pp_shared_set_limit(view, limit);
     if (view->lock) pp_lock_release(view->lock);
     if (!error) {
-        if (!begin(view)) return ESTALE;
+        const int missed = begin(view, LONG_WAIT);
+        if (missed) return missed;
         for (int64_t b = pp_shared_limit(view); b < view->num_blocks; b++) count += release_block(view, (int32_t)b, 0);
         __atomic_fetch_add(&view->header->evicted, (uint64_t)count, __ATOMIC_RELAXED);
         end(view);
@@ -413,7 +509,8 @@ int64_t pp_index_count(const pp_shared *view, int only_idle) {
 const char *pp_index_audit(pp_shared *view) {
     int64_t cached = 0, linked = 0, seen;
     const char *broken = NULL;
-    if (!begin(view)) return NULL;
+    const int missed = begin(view, LONG_WAIT);
+    if (missed) return missed == ESTALE ? NULL : "the lock of the index is free within 2 s";
     for (int32_t b = 0; b < view->num_blocks; b++) {
         if (!(LOAD(&view->words[b]) & PP_INDEX_BIT)) continue;
         cached++;

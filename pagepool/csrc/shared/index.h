@@ -40,7 +40,9 @@ typedef struct pp_index_path {
 int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *counts, int32_t *blocks);
 
 /* The functions below wait for the lock of the index, and must be called without the lock of the allocator.  They do
- * nothing if the view is stale. */
+ * nothing if the view is stale.  If another process keeps the lock, because it is stopped, pp_index_insert and
+ * pp_index_evict give up after 0.1 s, and after 1 ms while the same process keeps it.  The others give up after 2 s;
+ * `blocker` of the view has the process then. */
 
 /* Caches blocks of the calling process for the path; returns how many are new.  If the index has another block for the
  * same tokens, that one stays.  Stops at a new block at or above the limit.  Does nothing if blocks were forgotten
@@ -48,7 +50,7 @@ int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *coun
 int64_t pp_index_insert(pp_shared *view, const pp_index_path *path, const int32_t *blocks, const int32_t *counts,
                         uint64_t epoch, int64_t *failed);
 
-/* Rises with each call of pp_index_forget.  Read it before the first look-up or computation of a block. */
+/* Rises during each call of pp_index_forget.  Read it before the first look-up or computation of a block. */
 static inline uint64_t pp_index_epoch(const pp_shared *view) {
     return __atomic_load_n(&view->header->epoch, __ATOMIC_ACQUIRE);
 }
@@ -57,8 +59,9 @@ static inline uint64_t pp_index_epoch(const pp_shared *view) {
  * longest time ago go first.  Returns the number of evicted blocks below the limit. */
 int64_t pp_index_evict(pp_shared *view, int64_t n);
 
-/* Forgets blocks, in use or not; `blocks` NULL: all of them.  Returns how many were cached.  Blocks that sequences
- * computed from them are void too, so later calls of pp_index_insert with an older epoch do nothing. */
+/* Forgets blocks, in use or not; `blocks` NULL: all of them.  Returns how many were cached, or -1 if another process
+ * keeps the lock; call it again then, because some may be forgotten.  Blocks that sequences computed from them are void
+ * too, so later calls of pp_index_insert with an older epoch do nothing. */
 int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n);
 
 /* Sets the limit as pp_shared_set_limit does.  A lower one evicts all cached blocks at or above it, and returns the

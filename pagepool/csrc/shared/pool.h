@@ -133,8 +133,10 @@ typedef struct pp_shared {
     int64_t peak;   /* most that `held` ever was */
     pp_lock *lock;   /* of the allocator */
     pp_lock writers; /* threads of this process that write the index */
-    pp_index_victim *victims; /* blocks that were idle when the list was made, the oldest last */
+    pp_index_victim *victims; /* blocks that were idle when the list was made, the oldest last; guarded by `writers` */
     int64_t num_victims;
+    uint64_t stuck;       /* bit of the process that kept the lock of the index too long, until it is acquired again */
+    int64_t blocker;      /* process that the last call waited for in vain, 0: unknown */
     struct pp_shared *next, *previous; /* all views of this process, for fork */
 } pp_shared;
 
