@@ -30,7 +30,7 @@ def integer(name: str, value: Any, low: int | None = None, high: int | None = No
         raise wrong(name, "an integer", value) from None
     if (low is not None and number < low) or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise ValueError(f"{name} must be {bounds}, not {number}")
+        raise ValueError(f"{name} must be {bounds}, not {_short(number)}")
     return number
 
 

@@ -43,15 +43,19 @@ class TransferError(PoolError):
 class RequestRejected(PoolError, ValueError):
     """An engine can never run this request: its prompt is too long or empty, or has unknown tokens.
 
+    Also the error of a generation whose parameters leave no token that the model can choose.
+
     Attributes
     ----------
     code : str or None
         "context_length_exceeded" if the prompt is too long.
+    param : str or None
+        The field of `SamplingParams` that is refused.
     """
 
-    def __init__(self, message: str, code: str | None = None) -> None:
+    def __init__(self, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.param = code, param
 
 
 class EngineClosed(PoolError, RuntimeError):

@@ -216,7 +216,7 @@ class Worker:
 
     def _submit(self, call: Call) -> tuple[Generation, int]:
         """Submit a call to the engine. Return its generation and the number of its tokens that were cached before."""
-        request, cache = self.engine._read(call.tokens, call.params), self.engine.prefix_cache
+        request, cache = self.engine.read(call.tokens, call.params), self.engine.prefix_cache
         salt = call.options.get("cache_salt")
         cached = 0 if cache is None else cache.cached_tokens(call.tokens, cache_salt=salt)
         return self.engine._submit(request, call.num_generated, **call.options), min(cached, len(call.tokens) - 1)

@@ -40,9 +40,9 @@ class Adjuster:
         self._bias_ids = np.array([token for token, _ in params.logit_bias], np.int64)
         self._bias = np.array([bias for _, bias in params.logit_bias], np.float32)
         self._output: list[int] = []
-        # `_known` and `_seen`: distinct tokens of prompt and output. `_ids` and `_counts`: distinct tokens of the
-        # output with their counts; `_places` has the index of each one.
-        self._known = set(prompt)
+        # `_known` and `_seen`: distinct tokens of prompt and output, for the repetition penalty. `_ids` and `_counts`:
+        # distinct tokens of the output with their counts; `_places` has the index of each one.
+        self._known = set(prompt) if params.repetition_penalty != 1.0 else set[int]()
         self._seen = array("q", self._known)
         self._ids, self._counts, self._places = array("q"), array("d"), dict[int, int]()
         for token in output:

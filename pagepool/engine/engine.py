@@ -375,6 +375,8 @@ class Engine(Intake):
                     logits = rows[end - 1]
                     tokens[place] = token = request.sampler.sample(logits)
                     pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
+                except RequestRejected as error:  # the model has not failed
+                    self._fail(seq_id, error)
                 except Exception as error:
                     logger.error("sampling failed for the request %s", request.request_id, exc_info=error)
                     self._fail(seq_id, error)

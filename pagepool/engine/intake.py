@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pagepool._arguments import wrong
@@ -32,6 +32,11 @@ class Request:
     params: SamplingParams
     detokenizer: Detokenizer
     num_tokens: int = 0  # generated tokens that were passed to `text_of`
+
+    def choice(self, **fields: Any) -> Request:
+        """Return a request for the same prompt, with other values in some fields of `params`. They are not checked."""
+        params = self.params.changed(**fields)
+        return Request(self.prompt, params, Detokenizer(self.detokenizer.tokenizer, self.prompt, params.stop))
 
     def text_of(self, token: int, reason: str | None) -> tuple[str, str | None]:
         """Return the text of the next token and its finish reason.
@@ -90,7 +95,7 @@ class Intake(ABC):
 
     def submit(
         self,
-        prompt: str | Iterable[int],
+        prompt: str | Iterable[int] | Request,
         params: SamplingParams | None = None,
         *,
         request_id: int | str | None = None,
@@ -102,8 +107,8 @@ class Intake(ABC):
 
         Parameters
         ----------
-        prompt : str or iterable of int
-            A text, or token ids.
+        prompt : str, iterable of int, or Request
+            A text, token ids, or a request that `read` has checked; that one has its own `params`.
         params : SamplingParams or None
             Sampling parameters and stop conditions. None: `SamplingParams()`.
         request_id, priority, tenant, cache_salt
@@ -124,7 +129,8 @@ class Intake(ABC):
             If an argument has a wrong type or value. A failed call changes nothing.
         """
         options = {"request_id": request_id, "priority": priority, "tenant": tenant, "cache_salt": cache_salt}
-        return self._submit(self._read(prompt, params), **options)
+        request = prompt if isinstance(prompt, Request) else self.read(prompt, params)
+        return self._submit(request, **options)
 
     @property
     @abstractmethod
@@ -153,8 +159,11 @@ class Intake(ABC):
     def _submit(self, request: Request, **options: Any) -> Generation:
         """Queue a checked request."""
 
-    def _read(self, prompt: str | Iterable[int], params: SamplingParams | None) -> Request:
-        """Check a request. Raises the exceptions of `submit`."""
+    def read(self, prompt: str | Iterable[int], params: SamplingParams | None = None) -> Request:
+        """Check a request for `submit`. `Request.choice` makes further ones for the same prompt.
+
+        Raises the exceptions of `submit`.
+        """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise wrong("params", "SamplingParams or None", params)
@@ -163,10 +172,10 @@ class Intake(ABC):
         tokens = self.encoder.encode(prompt, self.max_prompt_tokens)
         most = self._check_length(len(tokens), params)
         ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.stop_token_ids
-        for token, _ in params.logit_bias[-1:]:  # pairs are sorted, so this is the highest id
-            self._check_token("logit_bias", token)
+        self._check_token("logit_bias", max((token for token, _ in params.logit_bias), default=0))
+        self._check_token("stop_token_ids", max(params.stop_token_ids - self.stop_token_ids, default=0))
         words = self.bad_word_ids(params.bad_words)
-        params = replace(params, max_new_tokens=most, stop_token_ids=ends, bad_words=words)
+        params = params.changed(max_new_tokens=most, stop_token_ids=ends, bad_words=words)
         return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -212,7 +221,7 @@ class Intake(ABC):
                     tuple(self.encoder.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
                 )
             except RequestRejected as error:
-                raise RequestRejected(f"bad_words: {error}") from error
+                raise RequestRejected(f"bad_words: {error}", param="bad_words") from error
             found.append(alone)
             if behind[0] != alone[0] and len(behind) == len(alone):
                 found.append(behind)
@@ -220,7 +229,7 @@ class Intake(ABC):
 
     def _check_token(self, name: str, token: int) -> None:
         if token >= self.encoder.vocab_size:
-            raise RequestRejected(f"a token of {name} must be below {self.encoder.vocab_size}, not {token}")
+            raise RequestRejected(f"a token of {name} must be below {self.encoder.vocab_size}, not {token}", param=name)
 
     def _stats(self, *names: str) -> dict[str, Any]:
         """Return the counters of requests and tokens, and the counters with these names."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from pagepool.engine.generation import Generation
+from pagepool.engine.intake import Request
 from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.tokenizing import Encoder
 
@@ -54,7 +55,7 @@ class TextEngine(Protocol):
 
     def submit(
         self,
-        prompt: str | Iterable[int],
+        prompt: str | Iterable[int] | Request,
         params: SamplingParams | None = None,
         *,
         request_id: int | str | None = None,
@@ -62,7 +63,10 @@ class TextEngine(Protocol):
         tenant: Any = None,
         cache_salt: str | bytes | int | None = None,
     ) -> Generation:
-        """Queue a prompt. Raises `RequestRejected` or `EngineClosed`."""
+        """Queue a prompt or a checked request. Raises `RequestRejected` or `EngineClosed`."""
+
+    def read(self, prompt: str | Iterable[int], params: SamplingParams | None = None) -> Request:
+        """Check a request for `submit`. Raises `RequestRejected`."""
 
     def stats(self) -> dict[str, Any]:
         """Return a dict of counters. It has at least `ended`, `prompt_tokens`, `generated_tokens`, `cached_tokens`."""

@@ -13,15 +13,34 @@ import numpy as np
 from pagepool._arguments import integer, real, wrong
 from pagepool.engine.adjusting import Adjuster, adjusts
 from pagepool.engine.drawing import draw
+from pagepool.errors import RequestRejected
 
-__all__ = ["Sampler", "SamplingParams", "check_logits", "logprobs_of", "sampling_defaults_of"]
+__all__ = [
+    "MAX_BAD_LENGTH",
+    "MAX_BAD_WORDS",
+    "MAX_BIASES",
+    "MAX_LOGPROBS",
+    "MAX_REPETITION_PENALTY",
+    "MAX_STOP",
+    "MAX_STOP_IDS",
+    "MAX_STOP_LENGTH",
+    "MIN_REPETITION_PENALTY",
+    "Sampler",
+    "SamplingParams",
+    "check_logits",
+    "logprobs_of",
+    "sampling_defaults_of",
+]
 
 LOWEST = 1e-30  # lower bound of the temperature in float32; 1 / LOWEST is the upper bound. No result changes
 MAX_LOGPROBS = 20  # the limit of OpenAI's API
 MAX_BIAS = 100.0  # the limit of OpenAI's API
+MAX_BIASES = 1024  # OpenAI: 300
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # no float32 logit of a model overflows
 MAX_BAD_WORDS = 256
 MAX_BAD_LENGTH = 16_384  # characters of all bad words together
 MAX_STOP = 64
+MAX_STOP_IDS = 1024
 MAX_STOP_LENGTH = 16_384  # characters of all stop strings together
 LEAST = -3e38  # close to the lowest float32
 ROW = 128  # logits per row in the search for the largest logits
@@ -50,7 +69,7 @@ class SamplingParams:
         Strings that end the text. The text ends before the stop string. At most 64 strings with 16,384 characters
         together.
     stop_token_ids : iterable of int
-        Tokens that end the text, in addition to the stop tokens of the model.
+        Tokens that end the text, in addition to the stop tokens of the model: at most 1,024.
     logprobs : int, optional
         Number of most likely tokens that are reported with each token, from 0 to 20. Default: no log probabilities.
     ignore_eos : bool
@@ -64,9 +83,10 @@ class SamplingParams:
     frequency_penalty : float
         Subtracted from a token's logit once for each time it was generated, from -2 to 2.
     repetition_penalty : float
-        For tokens of the prompt and the output: positive logits are divided by it, negative ones multiplied.
+        For tokens of the prompt and the output: positive logits are divided by it, negative ones multiplied. From 0.01
+        to 100.
     logit_bias : mapping of int to float
-        Added to the logits, by token id; clipped to -100 to 100. Stored as sorted pairs.
+        Added to the logits, by token id; clipped to -100 to 100. At most 1,024. Stored as sorted pairs.
     bad_words : str or sequence
         Words that are never generated, alone or after a space: at most 256 texts. A word can also be a sequence of
         token ids.
@@ -123,17 +143,26 @@ class SamplingParams:
             if not isinstance(getattr(self, name), Iterable) or isinstance(getattr(self, name), Mapping):
                 raise wrong(name, "a sequence", getattr(self, name))
         object.__setattr__(self, "stop", _read_stop(self.stop))
-        ids = frozenset(integer("a stop token", token, 0) for token in self.stop_token_ids)
+        ids = frozenset(integer("a token of stop_token_ids", token, 0) for token in self.stop_token_ids)
+        if len(ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids must have at most {MAX_STOP_IDS} tokens, not {len(ids)}")
         object.__setattr__(self, "stop_token_ids", ids)
         if not 0.0 <= real("min_p", self.min_p) <= 1.0:
             raise ValueError(f"min_p must be from 0 to 1, not {self.min_p}")
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2.0 <= real(name, getattr(self, name)) <= 2.0:
                 raise ValueError(f"{name} must be from -2 to 2, not {getattr(self, name)}")
-        if not 0.0 < real("repetition_penalty", self.repetition_penalty) < float("inf"):
-            raise ValueError(f"repetition_penalty must be above 0 and finite, not {self.repetition_penalty}")
+        low, high = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        if not low <= real("repetition_penalty", self.repetition_penalty) <= high:
+            raise ValueError(f"repetition_penalty must be from {low} to {high}, not {self.repetition_penalty}")
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _read_words(self.bad_words))
+
+    def changed(self, **fields: Any) -> SamplingParams:
+        """Return a copy with other values in some fields. They are not checked, nor are the fields checked again."""
+        found = object.__new__(SamplingParams)
+        found.__dict__.update(self.__dict__, **fields)
+        return found
 
 
 def sampling_defaults_of(model: Any) -> dict[str, Any]:
@@ -168,6 +197,8 @@ def _read_bias(bias: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(bias, Mapping | tuple):
         raise wrong("logit_bias", "a mapping from token ids to numbers", bias)
     found = {}
+    if len(bias) > MAX_BIASES:
+        raise ValueError(f"logit_bias must have at most {MAX_BIASES} tokens, not {len(bias)}")
     for token, value in dict(bias).items():
         number = float(real("a bias of logit_bias", value))
         found[integer("a token of logit_bias", token, 0)] = min(MAX_BIAS, max(-MAX_BIAS, number))
@@ -231,6 +262,7 @@ class Sampler:
             begun = len(tokens) - num_drawn
             self._adjuster = Adjuster(params, tokens[:begun], tokens[begun:])
         self._num_tokens = num_drawn
+        self._stop_ids = np.array(sorted(params.stop_token_ids) if params.min_tokens else [], np.int64)
         self._random = random.Random(params.seed)
         if params.temperature != 0.0:
             for _ in range(num_drawn):
@@ -253,11 +285,22 @@ class Sampler:
         ------
         ValueError
             If a logit is NaN or inf: the model has failed.
+        RequestRejected
+            If the parameters of the request leave no token that the model can choose.
         """
-        if self._adjuster is None:
-            return self._choose(logits)
-        token = self._choose(self._adjuster.adjusted(logits))
-        self._adjuster.add(token)
+        own, adjuster = logits, self._adjuster
+        if adjuster is not None:
+            logits = adjuster.adjusted(logits)
+        if self._num_tokens < self.params.min_tokens:
+            logits = logits.copy() if logits is own else logits
+            logits[self._stop_ids[: np.searchsorted(self._stop_ids, len(logits))]] = -np.inf
+        if logits is not own and logits.max() == -np.inf and isfinite(own.max()):
+            names = "stop_token_ids with min_tokens" if self._num_tokens < self.params.min_tokens else "bad_words"
+            sentence = f"{names} leave no token that the model can choose as token {self._num_tokens + 1}"
+            raise RequestRejected(sentence, param=names.partition(" ")[0])
+        token = self._choose(logits)
+        if adjuster is not None:
+            adjuster.add(token)
         return token
 
     @property
@@ -274,9 +317,6 @@ class Sampler:
 
     def _choose(self, logits: Any) -> int:
         params = self.params
-        if self._num_tokens < params.min_tokens:
-            logits = logits.copy()
-            logits[[token for token in params.stop_token_ids if token < len(logits)]] = -np.inf
         self._num_tokens += 1
         if params.temperature == 0.0:
             best = int(logits.argmax())

@@ -11,12 +11,13 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
 
+from pagepool.serve.errors import RequestError
+from pagepool.serve.fields import PATHS
 from pagepool.serve.http import on_refusal
-from pagepool.serve.protocol import RequestError
 
 __all__ = ["Access", "salt_of"]
 
-OPEN_PATHS = {"/health"}  # for probes, which have no key
+OPEN_PATHS = {path for path, one in PATHS.items() if not one.needs_key}  # for probes, which have no key
 
 
 class Access:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from time import monotonic, time
 from typing import Any, TypeVar
@@ -27,24 +26,17 @@ from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.serve.access import Access, salt_of
-from pagepool.serve.http import (
-    Observer,
-    log_name,
-    on_disconnect,
-    on_failure,
-    on_http_error,
-    on_refusal,
-    read_all,
-    read_id,
-)
+from pagepool.serve.errors import RequestError, quoted
+from pagepool.serve.fields import PATHS
+from pagepool.serve.http import Bodies, Observer, log_name, on_disconnect, on_http_error, on_refusal, read_id
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.places import Places, Waiting
 from pagepool.serve.protocol import (
     DEFAULT_MAX_TOKENS,
+    MAX_ECHOED,
     Answer,
     ChatAnswer,
     Request,
-    RequestError,
     read_body,
     read_detokenize,
     read_request,
@@ -55,7 +47,7 @@ from pagepool.serve.token_texts import TokenTexts
 
 __all__ = ["create_app"]
 
-LARGE_BODY_BYTES = 256 << 10  # a larger body is parsed outside the event loop
+LARGE_BODY_BYTES = 64 << 10  # a larger body is parsed outside the event loop, and a larger answer written there
 MAX_PROMPT_REPORTED = 1 << 18  # prompt log probabilities per HTTP request: about 100 MiB
 Found = TypeVar("Found")
 
@@ -123,22 +115,11 @@ def create_app(
     the request id (from the header, or a new one), and the error names this id.
     """
     server = Server(engine, model, max_prompt_tokens, max_requests, timeout, priorities, shows_cached_tokens)
-    routes = [
-        Route("/v1/completions", server.completions, methods=["POST"]),
-        Route("/v1/chat/completions", server.chat, methods=["POST"]),
-        Route("/v1/models", server.models),
-        Route("/v1/models/{model:path}", server.one_model),
-        Route("/tokenize", server.tokenize, methods=["POST"]),
-        Route("/detokenize", server.detokenize, methods=["POST"]),
-        Route("/version", server.version),
-        Route("/health", server.health),
-        Route("/metrics", server.show_metrics),
-    ]
+    routes = [Route(path, getattr(server, one.handler), methods=[one.method]) for path, one in PATHS.items()]
     handlers: dict[Any, Any] = {
         RequestError: on_refusal,
         HTTPException: on_http_error,
         ClientDisconnect: on_disconnect,
-        Exception: on_failure,
     }
     layers = [Middleware(Observer, server.metrics)]
     if allowed_origins:
@@ -150,12 +131,19 @@ def create_app(
     return app
 
 
-async def read(http: HttpRequest, reading: Callable[[dict[str, Any]], Found]) -> Found:
-    """Read the body of a request and return `reading(object)`. A large body is parsed outside the event loop."""
-    body = await read_all(http)
-    if len(body) > LARGE_BODY_BYTES:
-        return await asyncio.to_thread(lambda: reading(read_body(body)))
-    return reading(read_body(body))
+async def answered(build: Callable[[], dict[str, Any]], size: int) -> Response:
+    """Return a response with the object of `build`, which has about `size` values or characters.
+
+    A large one is built and written as JSON outside the event loop.
+    """
+    if size <= LARGE_BODY_BYTES:
+        return JSONResponse(build())
+    return await asyncio.to_thread(lambda: JSONResponse(build()))
+
+
+def refusal_of(error: RequestRejected, is_chat: bool) -> RequestError:
+    """Return the response to a request that the engine refuses."""
+    return RequestError(400, str(error), error.code, error.param or ("messages" if is_chat else "prompt"))
 
 
 class Server:
@@ -183,6 +171,7 @@ class Server:
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
         self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
         self._places = Places(engine, max_requests)
+        self._bodies = Bodies()
         self._stopping = asyncio.Event()
         self._runs: set[Run] = set()  # runs that have not ended
         self._created = int(time())
@@ -227,30 +216,62 @@ class Server:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """POST /tokenize: the token ids of a prompt or a chat, as in vLLM."""
-        request = await read(http, read_tokenize)
+        request = await self._read(http, read_tokenize)
         self._check_model(request.model)
         encode: Callable[..., list[int]] = partial(
             self._engine.encoder.encode, add_special_tokens=request.add_special_tokens
         )
         if request.is_chat:
             encode = self._engine.encoder.encode_chat
-        try:
-            tokens = await self._finish(http, self._encode(encode, request.prompt))
-        except RequestRejected as error:
-            raise RequestError(400, str(error), error.code) from error
-        limit = self._engine.max_model_len
-        return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
+
+        async def work() -> Response:
+            try:
+                tokens = await self._encode(encode, request.prompt)
+            except RequestRejected as error:
+                raise refusal_of(error, request.is_chat) from error
+            limit = self._engine.max_model_len
+            return await answered(lambda: {"count": len(tokens), "max_model_len": limit, "tokens": tokens}, len(tokens))
+
+        return await self._in_place(http, work())
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """POST /detokenize: the text of token ids, as in vLLM."""
-        vocab_size = self._engine.encoder.vocab_size
-        model, tokens = await read(http, lambda body: read_detokenize(body, vocab_size))
+        model, tokens = await self._read(http, read_detokenize)
         self._check_model(model)
-        if self._engine.tokenizer is None:
+        vocab_size, tokenizer = self._engine.encoder.vocab_size, self._engine.tokenizer
+        if tokenizer is None:
             raise RequestError(400, "the model has no tokenizer")
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < vocab_size:
+                raise RequestError(400, f"tokens must be from 0 to {vocab_size - 1}, not {token}", param="tokens")
         loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(self._encoding, self._engine.tokenizer.decode, tokens)
-        return JSONResponse({"prompt": text})
+
+        async def work() -> Response:
+            def decode() -> Response:
+                return JSONResponse({"prompt": tokenizer.decode(tokens)})
+
+            return await loop.run_in_executor(self._encoding, decode)
+
+        return await self._in_place(http, work())
+
+    async def _read(self, http: HttpRequest, reading: Callable[[dict[str, Any]], Found]) -> Found:
+        """Read the body of a request and return `reading(object)`. A large body is parsed outside the event loop."""
+        async with self._bodies.reading(http) as body:
+            if len(body) > LARGE_BODY_BYTES:
+                return await asyncio.to_thread(lambda: reading(read_body(body)))
+            return reading(read_body(body))
+
+    async def _in_place(self, http: HttpRequest, work: Coroutine[Any, Any, Response]) -> Response:
+        """Return the result of `work`, which counts as one request."""
+        try:
+            waiting = self._places.take(1)
+        except BaseException:
+            work.close()
+            raise
+        try:
+            return await self._finish(http, work)
+        finally:
+            waiting.end()
 
     def _model_object(self) -> dict[str, Any]:
         named = {"id": self._model, "object": "model", "created": self._created, "owned_by": "pagepool"}
@@ -258,7 +279,7 @@ class Server:
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model:
-            sentence = f"model {name!r} does not exist: this server has {self._model!r}"
+            sentence = f"model {quoted(name)!r} does not exist: this server has {self._model!r}"
             raise RequestError(404, sentence, "model_not_found", "model")
 
     def _check_priority(self, priority: int) -> None:
@@ -270,7 +291,7 @@ class Server:
     async def _answer(self, http: HttpRequest, is_chat: bool) -> Response:
         began = monotonic()
         defaults = self._engine.sampling_defaults
-        request = await read(http, lambda body: read_request(body, is_chat, defaults))
+        request = await self._read(http, lambda body: read_request(body, is_chat, defaults))
         self._check_model(request.model)
         self._check_priority(request.options.get("priority", 0))
         tenant = http.scope["state"]["tenant"]
@@ -291,9 +312,10 @@ class Server:
             tokens = await self._finish(http, run.all_tokens())
         finally:
             run.cancel()
-        if not answer.has_logprobs and not request.shows_prompt_logprobs:
-            return JSONResponse(answer.all(generations, tokens))
-        return await asyncio.to_thread(lambda: JSONResponse(answer.all(generations, tokens)))
+        size = sum(map(len, texts)) * request.n + sum(map(len, tokens))
+        if answer.has_logprobs or request.shows_prompt_logprobs:
+            size = LARGE_BODY_BYTES + 1
+        return await answered(lambda: answer.all(generations, tokens), size)
 
     async def _finish(self, http: HttpRequest, work: Coroutine[Any, Any, Found]) -> Found:
         """Return the result of `work`.
@@ -358,6 +380,9 @@ class Server:
                     prompt, limit = await self._encode(encode, prompt), self._max_prompt_tokens
                 check_length(len(prompt), 0, "the server", limit)
                 prompts.append(prompt)
+            if request.echo and sum(map(len, prompts)) * request.n > MAX_ECHOED:
+                sentence = f"echo: prompt tokens times n must be at most {MAX_ECHOED}"
+                raise RequestError(400, f"{sentence}, not {sum(map(len, prompts)) * request.n}", param="echo")
             if request.params.prompt_logprobs is not None:
                 reported = sum(map(len, prompts)) * request.n * (request.params.prompt_logprobs + 1)
                 if reported > MAX_PROMPT_REPORTED:
@@ -366,10 +391,10 @@ class Server:
                     raise RequestError(400, sentence, param="prompt_logprobs")
             if words := request.params.bad_words:
                 ids = await loop.run_in_executor(self._encoding, self._engine.bad_word_ids, words)
-                request.params = replace(request.params, bad_words=ids)
+                request.params = request.params.changed(bad_words=ids)
             return await loop.run_in_executor(self._submitting, self._submit, request, prompts, request_id, waiting)
         except RequestRejected as error:
-            raise RequestError(400, str(error), error.code) from error
+            raise refusal_of(error, request.is_chat) from error
         except EngineClosed as error:
             raise RequestError(503, str(error)) from error
         finally:
@@ -382,16 +407,18 @@ class Server:
         generations: list[Generation] = []
         try:
             for tokens in prompts:
+                params = request.params
+                if request.cuts_length:
+                    room = self._engine.max_new_tokens(len(tokens))
+                    params = params.changed(max_new_tokens=min(DEFAULT_MAX_TOKENS, room))
+                checked = self._engine.read(tokens, params)  # once for all choices
                 for number in range(request.n):
                     # Without different seeds, all choices of a prompt would be equal.
-                    params = replace(request.params, seed=None if seed is None else seed + number)
-                    if request.cuts_length:
-                        room = self._engine.max_new_tokens(len(tokens))
-                        params = replace(params, max_new_tokens=min(DEFAULT_MAX_TOKENS, room))
+                    choice = checked.choice(seed=None if seed is None else seed + number)
                     if request_id is not None and len(prompts) * request.n > 1:
                         name = f"{request_id}/{len(generations)}"
                     with waiting.hand_over():
-                        generations.append(self._engine.submit(tokens, params, request_id=name, **request.options))
+                        generations.append(self._engine.submit(choice, request_id=name, **request.options))
         except BaseException:
             for generation in generations:
                 generation.cancel()

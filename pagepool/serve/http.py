@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -13,26 +15,26 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from pagepool.serve.protocol import RequestError, error_object
+from pagepool.serve.errors import RequestError, error_object, quoted
+from pagepool.serve.fields import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
     from pagepool.serve.metrics import Metrics
 
 __all__ = [
+    "Bodies",
     "Observer",
     "log_name",
     "on_disconnect",
-    "on_failure",
     "on_http_error",
     "on_refusal",
-    "read_all",
     "read_id",
 ]
 
 logger = logging.getLogger("pagepool")
 access_logger = logging.getLogger("pagepool.access")
 
-MAX_BODY_BYTES = 16 << 20
+MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES  # all bodies that are being read or parsed
 MAX_ID_LENGTH = 256
 BODY_SECONDS = 60.0  # the whole body must arrive in this time
 PART_SECONDS = 10.0  # the next part of the body must arrive in this time
@@ -44,7 +46,7 @@ def read_id(http: HttpRequest) -> str | None:
     if found and len(found) > MAX_ID_LENGTH:
         raise RequestError(400, f"X-Request-Id must have at most {MAX_ID_LENGTH} characters, not {len(found)}")
     if found and not is_printable(found):
-        raise RequestError(400, f"X-Request-Id must contain only printable ASCII characters, not {found!a}")
+        raise RequestError(400, f"X-Request-Id must contain only printable ASCII characters, not {quoted(found)!a}")
     return found or None
 
 
@@ -64,30 +66,60 @@ def is_printable(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Escape control characters and non-ASCII characters in a client's text, for a log line."""
-    return ascii(text)[1:-1]
+    """Escape control characters and non-ASCII characters in a client's text, and cut it, for a log line."""
+    return ascii(quoted(text))[1:-1]
 
 
-async def read_all(http: HttpRequest) -> bytes:
-    """Return the body. Raises `RequestError` as soon as the body is too large or too slow."""
-    body, parts, end = bytearray(), http.stream(), monotonic() + BODY_SECONDS
-    while True:
-        left = end - monotonic()
+class Bodies:
+    """Reads the bodies of requests, up to a total size of the bodies that are being read or parsed."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+
+    @asynccontextmanager
+    async def reading(self, http: HttpRequest) -> AsyncIterator[bytes]:
+        """Return the body. It counts until the block ends.
+
+        Raises `RequestError` as soon as the body is too large or too slow, at once if its Content-Length is too large.
+        """
+        announced = http.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+            raise too_large()
+        body, parts, end = bytearray(), http.stream(), monotonic() + BODY_SECONDS
         try:
-            part = await asyncio.wait_for(anext(parts, None), min(left, PART_SECONDS))
-        except asyncio.TimeoutError:
-            late = f"the body did not arrive within {BODY_SECONDS:g} s"
-            silent = f"no part of the body arrived for {PART_SECONDS:g} s"
-            raise RequestError(408, f"{late if left < PART_SECONDS else silent}: got {len(body)} bytes") from None
-        if part is None:
-            return bytes(body)
-        body.extend(part)
-        if len(body) > MAX_BODY_BYTES:
-            raise RequestError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
+            while True:
+                left = end - monotonic()
+                try:
+                    part = await asyncio.wait_for(anext(parts, None), min(left, PART_SECONDS))
+                except asyncio.TimeoutError:
+                    late = f"the body did not arrive within {BODY_SECONDS:g} s"
+                    silent = f"no part of the body arrived for {PART_SECONDS:g} s"
+                    sentence = f"{late if left < PART_SECONDS else silent}: got {len(body)} bytes"
+                    raise RequestError(408, sentence) from None
+                if part is None:
+                    break
+                body.extend(part)
+                self._num_bytes += len(part)
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_large()
+                if self._num_bytes > MAX_BODIES_BYTES:
+                    sentence = f"the server is full: the bodies of all requests have more than {MAX_BODIES_BYTES} bytes"
+                    raise RequestError(429, sentence)
+            yield bytes(body)
+        finally:
+            self._num_bytes -= len(body)
+
+
+def too_large() -> RequestError:
+    """Return the error for a body that is too large."""
+    return RequestError(413, f"the body must have at most {MAX_BODY_BYTES} bytes")
 
 
 class Observer:
-    """ASGI middleware that counts responses by status, adds the request id to their headers and logs them."""
+    """ASGI middleware that counts responses by status, adds the request id to their headers and logs them.
+
+    It is the outermost layer of the app: it logs each unexpected exception, once, and answers it.
+    """
 
     def __init__(self, app: Any, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -109,6 +141,11 @@ class Observer:
 
         try:
             await self._app(scope, receive, observed)
+        except Exception as error:
+            path = printable(scope["path"])
+            logger.error("%s %s failed for the request %s", printable(scope["method"]), path, name, exc_info=error)
+            if status == 0:
+                await failure(name)(scope, receive, observed)
         finally:
             if access_logger.isEnabledFor(logging.INFO):
                 client = "{}:{}".format(*scope["client"]) if scope.get("client") else "-"
@@ -137,13 +174,10 @@ async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
 
 async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
     """Return the response to an unknown path or method."""
-    message = f"{http.method} {http.url.path}: {error.detail}"
+    message = f"{quoted(http.method)} {quoted(http.url.path)}: {error.detail}"
     return JSONResponse(error_object(RequestError(error.status_code, message)), error.status_code)
 
 
-async def on_failure(http: HttpRequest, error: Exception) -> Response:
-    """Log an unexpected exception and return a response without its text."""
-    name = log_name(http)
-    path = printable(http.url.path)
-    logger.error("%s %s failed for the request %s", http.method, path, name, exc_info=error)
+def failure(name: str) -> Response:
+    """Return the response to a request that failed with an unexpected exception, without its text."""
     return JSONResponse(error_object(RequestError(500, f"internal error: see request {name} in the server's log")), 500)

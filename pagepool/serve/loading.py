@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from pagepool.serve.protocol import RequestError, error_object
+from pagepool.serve.errors import RequestError, error_object
 
 __all__ = ["Loading"]
 

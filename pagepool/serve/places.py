@@ -9,7 +9,7 @@ from threading import Lock
 from starlette.requests import ClientDisconnect
 
 from pagepool.engine.protocol import TextEngine
-from pagepool.serve.protocol import RequestError
+from pagepool.serve.errors import RequestError
 
 __all__ = ["Places", "Waiting"]
 

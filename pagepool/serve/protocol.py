@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -11,115 +12,33 @@ from typing import Any
 
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.sampling import SamplingParams
+from pagepool.serve.errors import RequestError, quoted
+from pagepool.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_fields
 from pagepool.serve.token_texts import TokenTexts
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
+    "MAX_ECHOED",
     "Answer",
     "ChatAnswer",
     "Request",
-    "RequestError",
     "TokenizeRequest",
-    "error_object",
     "read_body",
     "read_detokenize",
     "read_request",
     "read_tokenize",
 ]
 
-MAX_CHOICES = 128
 MAX_REPORTED = 512  # maximum number of log probabilities at one token position, over all n choices
+MAX_ECHOED = 1 << 18  # tokens of the prompts that an answer repeats, over all n choices
 LEAST_LOGPROB = -9999.0  # replaces -inf, which JSON does not have
 DEFAULT_MAX_TOKENS = 16  # for completions, as in OpenAI and vLLM; chats have no default limit
-# Parameters that only label a request.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-# Parameters that are not supported, with the values that change nothing. These values and null are accepted, all other
-# values are refused. First the parameters of OpenAI, then of vLLM, then of llama-server.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none",),
-    "functions": ([],),
-    "function_call": ("none",),
-    "modalities": (["text"],),
-    "audio": (),
-    "parallel_tool_calls": (True, False),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "watermarking": (False,),
-    "truncate_prompt_tokens": (),
-    "allowed_token_ids": (),
-    "structured_outputs": (),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-    "return_token_offsets": (False,),
-    "return_prompt_text": (False,),
-    "include_reasoning": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "repeat_penalty": (1,),
-    "typical_p": (1,),
-    "top_n_sigma": (-1,),
-    "mirostat": (0,),
-    "dynatemp_range": (0,),
-    "xtc_probability": (0,),
-    "dry_multiplier": (0,),
-    "n_probs": (0,),
-    "n_keep": (0,),
-    "id_slot": (-1,),
-    "grammar": ("",),
-    "return_tokens": (False,),
-    "timings_per_token": (False,),
-}
-# Parameters that are passed to `SamplingParams` unchanged.
+# Fields that are passed to `SamplingParams` unchanged.
 SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
 )
-COMMON = {
-    *SAMPLING,
-    *("model", "max_tokens", "n", "seed", "stream", "logit_bias", "bad_words"),
-    *("stream_options", "logprobs", "prompt_logprobs", "priority", "cache_salt", "ignore_eos", "min_tokens"),
-}
-KNOWN = {False: {*COMMON, "prompt", "echo"}, True: {*COMMON, "messages", "max_completion_tokens", "top_logprobs"}}
-
-
-class RequestError(Exception):
-    """A refused request.
-
-    Parameters
-    ----------
-    status : int
-        HTTP status.
-    message : str
-        One sentence for the client.
-    code, param : str, optional
-        `code` and `param` of OpenAI's error object.
-    may_retry : bool
-        For status 429 and 503: tell the client that it may send the request again.
-    """
-
-    def __init__(
-        self, status: int, message: str, code: str | None = None, param: str | None = None, *, may_retry: bool = True
-    ) -> None:
-        super().__init__(message)
-        self.may_retry = may_retry
-        self.status, self.message, self.code, self.param = status, message, code, param
-
-
-def error_object(error: RequestError) -> dict[str, Any]:
-    """Return the error object that OpenAI's clients read."""
-    kinds = {404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass
@@ -166,17 +85,27 @@ class Request:
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """Parse the body of a request. Raises `RequestError` if it is not a JSON object in UTF-8."""
+    """Parse the body of a request.
+
+    Raises `RequestError` if it is not a JSON object in UTF-8, or if a text in it is not valid Unicode.
+    """
     try:
         found = json.loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise RequestError(400, f"the body is not UTF-8: byte {error.start} is invalid") from None
     except ValueError as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from None
+        raise RequestError(400, f"the body is not JSON: {quoted(str(error))}") from None
     except RecursionError:
         raise RequestError(400, "the body cannot be parsed: its JSON is nested too deeply") from None
     if not isinstance(found, dict):
         raise RequestError(400, f"the body must be a JSON object, not {type(found).__name__}")
+    if SURROGATE.search(body):
+        for name, value in found.items():
+            try:
+                json.dumps([name, value], ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                sentence = f"{quoted(name)} is not valid Unicode: it has half of a surrogate pair"
+                raise RequestError(400, sentence, param=name) from None
     return found
 
 
@@ -195,70 +124,58 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
     Returns
     -------
     Request
-        `Engine.submit` checks its prompts later.
+        The engine checks its prompts and token ids later.
 
     Raises
     ------
     RequestError
         If a parameter is missing, wrong, unknown or not supported.
     """
-    given = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for tools, choice in (("tools", "tool_choice"), ("functions", "function_call")):
-        if given.get(choice) == "none":
-            given.pop(tools, None)
-    # The tokenizer adds special tokens to a prompt. The chat template adds them to a chat.
-    neutral = {**UNSUPPORTED, "add_special_tokens": (not is_chat,)}
-    if is_chat:
-        neutral["echo"] = (False,)
-    for name, nothing in neutral.items():
-        if name in given and given.pop(name) not in nothing:
-            raise RequestError(400, f"{name} is not supported", "unsupported_parameter", name)
-    unknown = sorted(given.keys() - KNOWN[is_chat])
-    if unknown:
-        raise RequestError(400, f"unknown parameter: {', '.join(unknown)}", "unknown_parameter", unknown[0])
-    options = _typed(given, "stream_options", dict, {})
-    _typed(options, "continuous_usage_stats", bool, False)  # only the type is checked: usage is sent once, at the end
+    unread = {
+        tools
+        for tools, choice in (("tools", "tool_choice"), ("functions", "function_call"))
+        if body.get(choice) == "none"
+    }
+    body = {name: value for name, value in body.items() if name not in unread}
+    found = read_fields(body, CHAT if is_chat else COMPLETIONS)
+    options = found.get("stream_options", {})
     request = Request(
-        prompts=[_messages(given)] if is_chat else _prompts(given),
+        prompts=[required(found, "messages")] if is_chat else required(found, "prompt"),
         is_chat=is_chat,
-        model=_typed(given, "model", str, None),
-        n=_typed(given, "n", int, 1),
-        stream=_typed(given, "stream", bool, False),
-        include_usage=_typed(options, "include_usage", bool, False),
-        echo=_typed(given, "echo", bool, False),
-        shows_prompt_logprobs="prompt_logprobs" in given,
+        model=found.get("model"),
+        n=found.get("n", 1),
+        stream=found.get("stream", False),
+        include_usage=options.get("include_usage") is True,
+        echo=found.get("echo", False),
+        shows_prompt_logprobs="prompt_logprobs" in found,
+        options={name: found[name] for name in ("priority", "cache_salt") if name in found},
     )
-    if not 1 <= request.n <= MAX_CHOICES:
-        raise RequestError(400, f"n must be from 1 to {MAX_CHOICES}, not {request.n}", param="n")
     if request.stream and request.shows_prompt_logprobs:
         raise RequestError(400, "prompt_logprobs is not supported with stream", param="prompt_logprobs")
-    limit = _max_tokens(given, is_chat, may_be_0=request.echo or request.shows_prompt_logprobs)
+    limit = _max_tokens(found, is_chat, may_be_0=request.echo or request.shows_prompt_logprobs)
     request.cuts_length = not is_chat and limit is None
     if request.cuts_length:
         limit = DEFAULT_MAX_TOKENS
-    least = _typed(given, "min_tokens", int, 0)
+    least = found.get("min_tokens", 0)
     if limit is not None and least > limit:
         sentence = f"min_tokens must be at most max_tokens ({limit}), not {least}"
         raise RequestError(400, sentence, param="min_tokens")
-    sampling = {"temperature": 1.0, **(defaults or {}), **{name: given[name] for name in SAMPLING if name in given}}
-    logprobs = _logprobs(given, is_chat)
-    of_prompt = _prompt_logprobs(given, request.echo, logprobs, limit)
-    sampling |= {"seed": _typed(given, "seed", int, None), "logprobs": logprobs, "prompt_logprobs": of_prompt}
-    sampling |= {"logit_bias": _logit_bias(given), "bad_words": _bad_words(given)}
-    sampling |= {"min_tokens": least, "ignore_eos": _typed(given, "ignore_eos", bool, False)}
+    logprobs = found.get("top_logprobs", 0) if is_chat else found.get("logprobs")
+    if is_chat and not found.get("logprobs", False):
+        if logprobs:
+            raise RequestError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        logprobs = None
+    of_prompt = _prompt_logprobs(found, request.echo, logprobs, limit)
+    sampling = {"temperature": 1.0, **(defaults or {}), **{name: found[name] for name in SAMPLING if name in found}}
     try:
-        request.params = SamplingParams(limit, **sampling)
+        request.params = SamplingParams(limit, logprobs=logprobs, prompt_logprobs=of_prompt, **sampling)
     except (TypeError, ValueError) as error:
-        named = (word for word in str(error).split() if word in given)
+        named = (word for word in str(error).split() if word in found)
         raise RequestError(400, str(error), param=next(named, None)) from None
     reported = request.n * (max(logprobs or 0, of_prompt or 0) + 1)
     if reported > MAX_REPORTED:
         sentence = f"n times (logprobs + 1) must be at most {MAX_REPORTED}, not {reported}"
         raise RequestError(400, sentence, param="n")
-    if "priority" in given:
-        request.options["priority"] = _typed(given, "priority", int, 0)
-    if "cache_salt" in given:
-        request.options["cache_salt"] = _typed(given, "cache_salt", str, None)
     return request
 
 
@@ -274,130 +191,45 @@ class TokenizeRequest:
 
 def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     """Check the body of a `/tokenize` request. Raises `RequestError`."""
-    is_chat = "messages" in body
-    names = {"messages", "model"} if is_chat else {"prompt", "model", "add_special_tokens"}
-    neutral = {"return_token_strs": False, "add_generation_prompt": True}
-    if is_chat:
-        neutral["add_special_tokens"] = False
-    for name in sorted(body.keys() - names):
-        if name not in neutral or body[name] not in (None, neutral[name]):
-            raise RequestError(400, f"{name} is not supported", "unsupported_parameter", name)
-    special = _typed(body, "add_special_tokens", bool, True)
-    model = _typed(body, "model", str, None)
-    if is_chat:
-        return TokenizeRequest(_messages(body), True, model, False)
-    prompt = body.get("prompt")
-    if not isinstance(prompt, str):
-        raise RequestError(400, f"prompt must be of type str, not {type(prompt).__name__}", param="prompt")
-    return TokenizeRequest(prompt, False, model, special)
+    found = read_fields(body, TOKENIZE)
+    is_chat = "messages" in found
+    if is_chat and "prompt" in found:
+        raise RequestError(400, "a request must have a prompt or messages, not both", param="prompt")
+    special = found.get("add_special_tokens", not is_chat)
+    if is_chat and special:
+        raise RequestError(400, "add_special_tokens is not supported with messages", param="add_special_tokens")
+    prompt = required(found, "messages" if is_chat else "prompt")
+    return TokenizeRequest(prompt, is_chat, found.get("model"), special)
 
 
-def read_detokenize(body: Mapping[str, Any], vocab_size: int) -> tuple[str | None, list[int]]:
+def read_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
     """Check the body of a `/detokenize` request and return its model and token ids. Raises `RequestError`."""
-    tokens = body.get("tokens")
-    if not isinstance(tokens, list) or not _are_ids(tokens):
-        raise RequestError(400, "tokens must be a list of token ids", param="tokens")
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise RequestError(400, f"tokens must be from 0 to {vocab_size - 1}, not {token}", param="tokens")
-    return _typed(body, "model", str, None), tokens
+    found = read_fields(body, DETOKENIZE)
+    return found.get("model"), required(found, "tokens")
 
 
-def _typed(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    """Return the value of a parameter. Raises `RequestError` if it is not of this type."""
-    value = given.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise RequestError(400, f"{name} must be of type {kind.__name__}, not {type(value).__name__}", param=name)
-    return value
+def required(found: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a field that a request must have. Raises `RequestError`."""
+    if name not in found:
+        raise RequestError(400, f"{name} is missing", param=name)
+    return found[name]
 
 
-def _logit_bias(given: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the logit bias by token id. The names in a JSON object are strings, so they are converted to int."""
-    found = {}
-    for name, value in _typed(given, "logit_bias", dict, {}).items():
-        if not (name.isascii() and name.isdigit() and len(name) < 20):
-            raise RequestError(400, f"logit_bias must have token ids as names, not {name[:40]!r}", param="logit_bias")
-        found[int(name)] = value
-    return found
-
-
-def _bad_words(given: Mapping[str, Any]) -> list[str]:
-    """Return the words that must not be generated."""
-    words: list[Any] = _typed(given, "bad_words", list, [])
-    if not all(isinstance(word, str) for word in words):
-        raise RequestError(400, "bad_words must be a list of texts", param="bad_words")
-    return words
-
-
-def _logprobs(given: Mapping[str, Any], is_chat: bool) -> int | None:
-    """Return how many of the most likely tokens are reported with each token, or None."""
-    if not is_chat:
-        count: int | None = _typed(given, "logprobs", int, None)
-        return count
-    top: int = _typed(given, "top_logprobs", int, 0)
-    if _typed(given, "logprobs", bool, False):
-        return top
-    if top:
-        raise RequestError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    return None
-
-
-def _prompt_logprobs(given: Mapping[str, Any], echo: bool, logprobs: int | None, limit: int | None) -> int | None:
+def _prompt_logprobs(found: Mapping[str, Any], echo: bool, logprobs: int | None, limit: int | None) -> int | None:
     """Return how many of the most likely tokens are reported with each token of the prompt, or None."""
-    own: int | None = _typed(given, "prompt_logprobs", int, None)
+    own: int | None = found.get("prompt_logprobs")
     counts = [count for count in (own, logprobs if echo else None) if count is not None]
     return max(counts) if counts else 0 if limit == 0 else None
 
 
-def _max_tokens(given: Mapping[str, Any], is_chat: bool, may_be_0: bool) -> int | None:
+def _max_tokens(found: Mapping[str, Any], is_chat: bool, may_be_0: bool) -> int | None:
     """Return the token limit of the request, or None."""
-    name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    limit: int | None = _typed(given, name, int, None)
-    if limit is not None and limit < (0 if may_be_0 else 1):
-        more = "" if is_chat or limit < 0 else ", or 0 with echo or prompt_logprobs"
-        raise RequestError(400, f"{name} must be at least 1{more}, not {limit}", param=name)
+    name = "max_completion_tokens" if "max_completion_tokens" in found else "max_tokens"
+    limit: int | None = found.get(name)
+    if limit == 0 and not may_be_0:
+        more = "" if is_chat else ", or 0 with echo or prompt_logprobs"
+        raise RequestError(400, f"{name} must be at least 1{more}, not 0", param=name)
     return limit
-
-
-def _prompts(given: Mapping[str, Any]) -> list[Any]:
-    """Return the prompts as a list. The request has a text, a list of token ids, or a list of either."""
-    prompt = given.get("prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(type(token) is int for token in prompt):
-            return [prompt]
-        if all(isinstance(one, str) or (isinstance(one, list) and _are_ids(one)) for one in prompt):
-            return prompt
-    sentence = "prompt must be a text, a list of token ids, or a list of these; it must not be empty"
-    raise RequestError(400, sentence, param="prompt")
-
-
-def _are_ids(values: list[Any]) -> bool:
-    return all(type(value) is int for value in values)
-
-
-def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. The parts of a message's content are joined to one text."""
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError(400, "messages must be a list of at least 1 message", param="messages")
-    found = []
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise RequestError(400, f"messages[{number}] must be an object with a role", param="messages")
-        content = message.get("content")
-        parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        if not all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in parts
-        ):
-            sentence = f"the content of messages[{number}] must be text: images and audio are not supported"
-            raise RequestError(400, sentence, param="messages")
-        found.append({**message, "content": "".join(part["text"] for part in parts)})
-    return found
 
 
 class Answer:

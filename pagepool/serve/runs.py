@@ -14,8 +14,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from pagepool.engine.generation import Generation, Token
-from pagepool.errors import EngineClosed
-from pagepool.serve.protocol import Answer, RequestError, error_object
+from pagepool.errors import EngineClosed, RequestRejected
+from pagepool.serve.errors import RequestError, error_object
+from pagepool.serve.protocol import Answer
 
 if TYPE_CHECKING:
     from pagepool.serve.metrics import Metrics
@@ -57,7 +58,7 @@ class Run:
         running: set[Run],
     ) -> None:
         self.generations = generations
-        self._name, self._running = name, running
+        self.name, self._running = name, running
         running.add(self)
         self._began, self._timeout, self._metrics = began, timeout, metrics
         self._is_late = False
@@ -78,8 +79,11 @@ class Run:
         except RuntimeError as error:
             if isinstance(error.__cause__, EngineClosed):
                 raise RequestError(503, str(error.__cause__)) from error
-            logger.error("the request %s failed", self._name, exc_info=error.__cause__)
-            sentence = f"the generation failed: see request {self._name} in the server's log"
+            if isinstance(error.__cause__, RequestRejected):
+                raise RequestError(400, str(error.__cause__), error.__cause__.code, error.__cause__.param) from error
+            # The engine has logged the traceback, with its own number of the request.
+            logger.error("the request %s failed: %s: %s", self.name, type(error.__cause__).__name__, error.__cause__)
+            sentence = f"the generation failed: see request {self.name} in the server's log"
             raise RequestError(500, sentence) from error
         self._metrics.ended(generation, self._began)
         if generation.finish_reason == "abort":
@@ -114,8 +118,11 @@ class EventStream(StreamingResponse):
 
 
 async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
-    """Yield the events of a stream: the chunks of all choices, the usage if requested, and the end mark."""
-    queue: asyncio.Queue[str | RequestError | None] = asyncio.Queue(MAX_QUEUED)
+    """Yield the events of a stream: the chunks of all choices, the usage if requested, and the end mark.
+
+    A failure is logged, and its error is the last event.
+    """
+    queue: asyncio.Queue[str | Exception | None] = asyncio.Queue(MAX_QUEUED)
     usage = {"usage": None} if include_usage else {}
 
     def chunk(data: dict[str, Any]) -> str:
@@ -140,7 +147,7 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
             await begin()
             await queue.put(chunk(answer.last(index, generation.finish_reason)))
             await queue.put(None)
-        except RequestError as error:
+        except Exception as error:
             await queue.put(error)
 
     tasks = [asyncio.create_task(pump(*numbered)) for numbered in enumerate(run.generations)]
@@ -151,9 +158,8 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
                 yield chunk(first)
         while running:
             found = await queue.get()
-            if isinstance(found, RequestError):
-                yield event(error_object(found))
-                return
+            if isinstance(found, Exception):
+                raise found
             if found is None:
                 running -= 1
             else:
@@ -161,6 +167,12 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
         if include_usage:
             yield event(answer.total(run.generations))
         yield "data: [DONE]\n\n"
+    except RequestError as error:
+        yield event(error_object(error))
+    except Exception as error:
+        logger.error("the stream of the request %s failed", run.name, exc_info=error)
+        sentence = f"internal error: see request {run.name} in the server's log"
+        yield event(error_object(RequestError(500, sentence)))
     finally:
         for task in tasks:
             task.cancel()

@@ -181,7 +181,7 @@ def test_an_engine_samples_by_the_definition_and_continues_with_its_tokens(sampl
                 logits = random_logits([*b"hello", *tokens[:place]])
                 assert token == wanted(logits, [*b"hello"], tokens[:place], **case).argmax()
         for count in (1, 9, 15):
-            request = engine._read([*b"hello", *tokens[:count]], replace(params, max_new_tokens=16 - count))
+            request = engine.read([*b"hello", *tokens[:count]], replace(params, max_new_tokens=16 - count))
             assert engine._submit(request, count).result(SECONDS).token_ids == tokens[count:]
 
 
@@ -206,7 +206,7 @@ class Spaced(Bytes):
 
 def test_bad_words_do_not_come_behind_a_space_either():
     with Engine(FakeRunner(next_token=says("an ox")), Spaced()) as engine:
-        request = engine._read("x", SamplingParams(9, bad_words=["ox", " an"]))
+        request = engine.read("x", SamplingParams(9, bad_words=["ox", " an"]))
         assert request.params.bad_words == ((*b"ox",), (*b"Ox",), (*b"an",), (*b"An",))
         assert b"ox" not in bytes(engine.submit("x", SamplingParams(9, bad_words="ox")).result(SECONDS).token_ids)
     with Engine(FakeRunner()) as engine, refuses(TypeError, "bad_words", "tokenizer"):

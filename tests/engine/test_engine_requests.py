@@ -254,12 +254,12 @@ def test_stop_tokens_do_not_come_before_min_tokens():
 
     with new_engine(FakeRunner(next_token=next_token)) as engine:
         for count in range(5):
-            params = SamplingParams(20, min_tokens=count, stop_token_ids=[ord("b"), 300])
+            params = SamplingParams(20, min_tokens=count, stop_token_ids=[ord("b")])
             found = engine.submit("x", params).result(SECONDS)
             assert (found.token_ids, found.finish_reason) == ([*b"a" * count, 0], "stop")
         drawn = engine.submit("x", SamplingParams(20, temperature=1.0, seed=1, min_tokens=20)).result(SECONDS)
         assert len(drawn.token_ids) == 20 and 0 not in drawn.token_ids
-        begun = engine._read(b"xaa", SamplingParams(20, min_tokens=3, stop_token_ids=[ord("b")]))
+        begun = engine.read(b"xaa", SamplingParams(20, min_tokens=3, stop_token_ids=[ord("b")]))
         assert engine._submit(begun, 2).result(SECONDS).token_ids == [ord("a"), 0]
 
 
@@ -303,10 +303,10 @@ def test_a_request_that_another_engine_has_begun_goes_on(sampling):
     for count in (0, 1, 9, 15):
         with new_engine() as engine:
             begun = [*b"hello", *whole[:count]]
-            request = engine._read(begun, SamplingParams(16 - count, **sampling))
+            request = engine.read(begun, SamplingParams(16 - count, **sampling))
             assert engine._submit(request, count).result(SECONDS).token_ids == whole[count:]
             with refuses(ValueError, "num_generated", 5, 6):
-                engine._submit(engine._read("hello", None), 6)
+                engine._submit(engine.read("hello", None), 6)
 
 
 def test_the_events_of_the_prefix_cache_are_noted_if_they_are_asked_for():
