@@ -9,6 +9,7 @@ ghosts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from typing import Any
 
 __all__ = ["Arc", "Lfu", "Lru", "S3Fifo", "belady_pass"]
@@ -170,9 +171,10 @@ class Arc(Lru):
 
 
 def belady_pass(ids: Sequence[int], ends: Sequence[int], capacity: int) -> tuple[int, int]:
-    """Run the optimal policy, which knows all requests in advance. Return hits in leading blocks, and evictions.
+    """Run the optimal policy, by Belady, which knows all requests in advance. O(n log n).
 
-    A block that is not cached counts as evicted.
+    `ids` are the block ids of all prompts, one prompt after the other; `ends` is the end of each prompt in them. Return
+    the hits in leading blocks, and the evictions. A block that is not cached counts as evicted.
 
     >>> belady_pass([0, 1, 2, 0, 1, 2], [1, 2, 3, 4, 5, 6], 2)
     (2, 2)
@@ -183,6 +185,7 @@ def belady_pass(ids: Sequence[int], ends: Sequence[int], capacity: int) -> tuple
         next_use[place] = following.get(ids[place], len(ids) + place)
         following[ids[place]] = place
     cached: dict[int, int] = {}
+    heap: list[tuple[int, int]] = []  # the farthest next use first; entries of other uses are out of date
     hits = evicted = start = 0
     for end in ends:
         leading = True
@@ -194,10 +197,12 @@ def belady_pass(ids: Sequence[int], ends: Sequence[int], capacity: int) -> tuple
                 leading = False
                 if len(cached) == capacity:
                     evicted += 1
-                    farthest = max(cached, key=cached.__getitem__, default=None)
-                    if farthest is None or cached[farthest] <= next_use[place]:
+                    while heap and cached.get(heap[0][1]) != -heap[0][0]:
+                        heappop(heap)
+                    if not heap or -heap[0][0] <= next_use[place]:
                         continue
-                    del cached[farthest]
+                    del cached[heappop(heap)[1]]
             cached[block] = next_use[place]
+            heappush(heap, (-next_use[place], block))
         start = end
     return hits, evicted

@@ -12,7 +12,6 @@ from time import perf_counter_ns
 from typing import Any, TypeAlias
 
 from pagepool.prefix.checkpoints import CheckpointIndex
-from pagepool.prefix.policies import belady_pass
 from pagepool.replay.lru_sweep import LruSweep, NotSwept
 from pagepool.replay.prompts import MAX_IDS, Prompts
 
@@ -130,10 +129,11 @@ def _swept(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass
 def _bounds(prompts: Prompts, capacities: Sequence[int | None]) -> list[CachePass]:
     """Return the most hits that any policy can have at each capacity."""
     ids, ends = prompts.flat()
+    bound = importlib.import_module("pagepool.reference.policies").belady_pass
     found = []
     for capacity in capacities:
         start = perf_counter_ns()
-        hits, evictions = belady_pass(ids, ends, len(ids) if capacity is None else capacity)
+        hits, evictions = bound(ids.tolist(), ends.tolist(), len(ids) if capacity is None else capacity)
         took = perf_counter_ns() - start
         found.append(CachePass(BELADY, capacity, prompts.full_blocks, hits, evictions, len(ids), took))
     return found

@@ -9,9 +9,9 @@ import pytest
 
 import pagepool
 from pagepool import BlockAllocator, PrefixCache, reference
-from pagepool.prefix.policies import belady_pass
 from pagepool.reference import BlockAllocator as PlainAllocator
 from pagepool.reference import PrefixCache as PlainCache
+from pagepool.reference.policies import belady_pass
 
 BENCH = Path(__file__).parents[2] / "bench"
 if not BENCH.is_dir():
@@ -49,7 +49,7 @@ def hits(policy, rows, capacity):
 def test_it_has_at_least_the_hits_of_lru_and_more_than_arc_in_total(name):
     """If LRU is optimal or the load changes abruptly, it may lose hits up to a quarter of the capacity."""
     rows = traces.make_trace(name, 21, 150_000)
-    ids, ends = np.concatenate(rows), np.cumsum([len(row) for row in rows])
+    ids, ends = np.concatenate(rows).tolist(), np.cumsum([len(row) for row in rows])
     own = [hits("gittins", rows, capacity) for capacity in CAPACITIES]
     lru = [hits("lru", rows, capacity) for capacity in CAPACITIES]
     for capacity, mine, theirs in zip(CAPACITIES, own, lru, strict=True):
