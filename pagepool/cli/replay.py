@@ -19,7 +19,7 @@ from pagepool.cli.replay_options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS
 from pagepool.cli.usage import UsageError
 from pagepool.config import SchedulerConfig
 from pagepool.prefix.eviction import POLICIES
-from pagepool.replay import picture, plot, report
+from pagepool.replay import picture, report
 from pagepool.replay.attend import GEOMETRIES, Attention
 from pagepool.replay.clock import OpenLoop, Users
 from pagepool.replay.cluster import Cluster, ClusterOptions, Link
@@ -35,12 +35,12 @@ __all__ = ["Outcome", "bundled_trace", "run"]
 ATTEND_BYTES = 2 << 30
 NEEDS_NO_CLOCK = ("compare", "capacity", "hybrid")
 NEEDS_WORKERS = ("route", "staleness", "link")
-NOT_WITH_WORKERS = ("attend", "reference", "plot", "html")
+NOT_WITH_WORKERS = ("attend", "reference", "html")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a replay: numbers for JSON, the function that prints them, and the picture for --plot and --html."""
+    """Results of a replay: numbers for JSON, the function that prints them, and the picture for --html."""
 
     numbers: dict[str, Any]
     show: Callable[[dict[str, Any]], None]
@@ -54,14 +54,12 @@ def bundled_trace() -> Path:
 
 def run(options: argparse.Namespace) -> None:
     """Read the trace, replay it, write the results. Raises `TraceError`, `UsageError`, `ReplayFailed`, `PoolError`."""
-    files = {name: getattr(options, name) for name in ("json", "plot", "html") if getattr(options, name)}
+    files = {name: getattr(options, name) for name in ("json", "html") if getattr(options, name)}
     streamed = [f"--{name}" for name, file in files.items() if file == STDOUT]
     if len(streamed) > 1:
         raise UsageError(f"{' and '.join(streamed)} cannot both be standard output: give a file for one of them")
     for file in files.values():
         check_writable(file)
-    if options.plot:
-        _check_plot()
     _check_workers(options)
     if options.workers:
         outcome = _run_workers(options)
@@ -77,20 +75,8 @@ def run(options: argparse.Namespace) -> None:
             outcome.show(outcome.numbers)
 
 
-def _check_plot() -> None:
-    try:
-        plot.load()
-    except ImportError as error:
-        raise UsageError(
-            f"--plot needs matplotlib, which is not installed ({error}); --html works without it"
-        ) from None
-
-
 def _write(name: str, outcome: Outcome, file: str) -> None:
-    """Write the result of an option (`json`, `html` or `plot`) to a file or to standard output."""
-    if name == "plot":
-        plot.draw(outcome.picture, sys.stdout.buffer if file == STDOUT else file)
-        return
+    """Write the result of an option (`json` or `html`) to a file or to standard output."""
     text = picture.page(outcome.picture) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
     if file == STDOUT and hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(text.encode())  # always UTF-8, as the page declares
@@ -168,7 +154,7 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
     trace = read_trace(path, options.requests, prefixes=bool(options.policy))
     with _as_usage_errors(path):
         replay = _make_replay(trace, options)
-    timeline = picture.Timeline(replay.block_manager.allocator.capacity) if options.plot or options.html else None
+    timeline = picture.Timeline(replay.block_manager.allocator.capacity) if options.html else None
     with Progress(len(trace)) as progress:
         replay.run(progress, *([timeline] if timeline else []))
     numbers = report.results(replay, options.users)
@@ -238,7 +224,7 @@ def _run_passes(options: argparse.Namespace) -> Outcome:
     policies = options.compare or options.policy or ["lru"]
     if BELADY in policies and options.hybrid:
         raise UsageError("belady cannot be used with --hybrid: it bounds the hits of blocks, not of states")
-    drawn = bool(options.plot or options.html)
+    drawn = bool(options.html)
     capacities: list[int | None] = options.capacity or [None]
     # The horizontal axis of a picture is the capacity. With --hybrid it is the bytes of states.
     if not options.capacity and (options.compare or (drawn and not options.hybrid)):

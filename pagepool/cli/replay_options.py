@@ -209,17 +209,16 @@ def _add_workers(group: Any) -> None:
 def _add_output(group: Any) -> None:
     add = group.add_argument
     add(
-        "--plot",
+        "--html",
         type=file_name,
         metavar="FILE",
-        help="draw a PNG: pool, batches and latency over time. With --clock none: hit rate over capacity. With "
-        "--hybrid: usable hits over the bytes of states and over the trace. Needs matplotlib",
+        help="write an interactive page that needs only a browser: pool, batches and latency over time. With --clock "
+        "none: hit rate over capacity. With --hybrid: usable hits over the bytes of states and over the trace",
     )
-    add("--html", type=file_name, metavar="FILE", help="the same as an interactive page that needs only a browser")
     add(
         "--json",
         type=file_name,
         metavar="FILE",
-        help="write the results as JSON. FILE of this option, --plot or --html may be -, standard output; no table is "
+        help="write the results as JSON. FILE of this option or --html may be -, standard output; no table is "
         "printed then",
     )

@@ -8,5 +8,5 @@ prompts  a trace as block ids, tokens  order     in which order prompts come wit
 passes   prompts through the cache     lru_sweep LRU at every capacity at once
 cluster  many engines, by a route   cluster_report its results
 report   results as numbers
-picture  what is drawn, as data, and the HTML page; plot makes a PNG of it
+picture  what is drawn, as data, and the HTML page
 """

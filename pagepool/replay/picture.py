@@ -1,4 +1,4 @@
-"""The data of the pictures of `--plot` and `--html`, and the HTML page that contains it as JSON.
+"""The data of the picture of `--html`, and the HTML page that contains it as JSON.
 
 `Timeline` and `HybridRecord` collect the data in a bounded number of windows while a replay or a pass runs. Every
 picture has title, footer, facts (pairs of texts) and table (rows of texts), and one of timeline, curve and hybrid.

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from refusals import refuses
 
 import pagepool
 from pagepool import BlockAllocator, PrefixCache, reference

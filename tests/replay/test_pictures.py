@@ -1,12 +1,10 @@
-"""`--plot` and `--html`: drawn values add up, the page is self-contained, and hostile names stay text."""
+"""`--html`: drawn values add up, the page is self-contained, and hostile names stay text."""
 
 import base64
 import json
 import re
 import shutil
-import struct
 import subprocess
-import sys
 from html.parser import HTMLParser
 from operator import mul
 from pathlib import Path
@@ -199,17 +197,10 @@ def test_an_empty_trace_has_a_picture(make_trace, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_pictures_that_cannot_be_are_refused_first(make_trace, tmp_path, capsys, monkeypatch):
+def test_pictures_that_cannot_be_are_refused_first(make_trace, tmp_path, capsys):
     path = make_trace([[0, 8, 1, [0, 2]]], block=4)
     assert main(["replay", str(path), "--html", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"pagepool: {tmp_path}: cannot be written: Is a directory\n"
-    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["replay", str(path), "--plot", str(tmp_path / "x.png")]) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("pagepool: --plot needs matplotlib, which is not installed") and printed.count("\n") == 1
-    assert not (tmp_path / "x.png").exists()
 
 
 def test_pictures_go_to_standard_output(make_trace, tmp_path, capsysbinary, monkeypatch):
@@ -220,47 +211,10 @@ def test_pictures_go_to_standard_output(make_trace, tmp_path, capsysbinary, monk
     assert main([*arguments, "--html", "-", "--json", "numbers.json"]) == 0
     printed = capsysbinary.readouterr().out
     assert printed.startswith(b"<!") and printed.rstrip().endswith(b"</html>") and Path("numbers.json").exists()
-    for options, words in (
-        (["--html", "-", "--json", "-"], b"--json and --html cannot both be standard output"),
-        (["--plot", "-", "--html", "-"], b"--plot and --html cannot both be standard output"),
-    ):
-        assert main([*arguments, *options]) == 2
-        captured = capsysbinary.readouterr()
-        assert captured.out == b"" and words in captured.err and captured.err.count(b"\n") == 1
-    pytest.importorskip("matplotlib", reason="matplotlib is optional")
-    assert main([*arguments, "--plot", "-"]) == 0
-    assert capsysbinary.readouterr().out.startswith(b"\x89PNG\r\n\x1a\n") and not Path("-").exists()
-
-
-def test_a_png_is_drawn(make_trace, tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="matplotlib is optional")
-    target = tmp_path / "picture.png"
-    prefixes = make_trace([[at, 12, 1, [0, 2, 3 + at % 2, 1]] for at in range(20)], block=4)
-    passes = [str(prefixes), "--clock", "none", "--compare", "lru,arc"]
-    for arguments in (["--requests", "30"], passes, [*passes, "--hybrid", "1k", "--capacity", "4,40"]):
-        assert main(["replay", *arguments, "--plot", str(target)]) == 0
-        data = target.read_bytes()
-        assert data[:8] == b"\x89PNG\r\n\x1a\n" and min(struct.unpack(">II", data[16:24])) >= 700
-    for empty in ([], ["--clock", "none"], ["--clock", "none", "--hybrid", "1"]):
-        assert main(["replay", str(make_trace([], block=4)), "--plot", str(target), *empty]) == 0
-    capsys.readouterr()
-
-
-def test_ticks_of_low_rates_differ():
-    pytest.importorskip("matplotlib", reason="matplotlib is optional")
-    from matplotlib.figure import Figure
-
-    from pagepool.replay.plot import draw_hybrid
-
-    for top in (0.003, 0.011, 0.042, 0.3, 1.0):
-        line = {"name": "lru", "budgets": [(1 << 20, top / 2), (1 << 21, top)], "hit_rate": top}
-        line |= {"usable": [top], "hit": [top], "states": [1], "every_block": [2]}
-        figure = Figure()
-        draw_hybrid(figure, {"lines": [line], "ends": [1]})
-        figure.draw_without_rendering()
-        for axis in figure.axes[:2]:
-            labels = [label.get_text() for label in axis.get_yticklabels()]
-            assert len(set(labels)) == len(labels) > 2 and labels[0] == "0%"
+    assert main([*arguments, "--html", "-", "--json", "-"]) == 2
+    captured = capsysbinary.readouterr()
+    assert captured.out == b"" and captured.err.count(b"\n") == 1
+    assert b"--json and --html cannot both be standard output" in captured.err
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")

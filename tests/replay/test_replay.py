@@ -183,10 +183,8 @@ def test_results_that_cannot_be_written_are_refused_before_the_replay(tmp_path, 
         assert capsys.readouterr().err == f"pagepool: {target}: cannot be written: {reason}\n"
 
 
-@pytest.mark.parametrize("option", ["--json", "--html", "--plot"])
+@pytest.mark.parametrize("option", ["--json", "--html"])
 def test_a_disk_that_is_full_is_named(option, capsys):
-    if option == "--plot":
-        pytest.importorskip("matplotlib", reason="matplotlib is optional")
     assert main(["replay", "--requests", "2", option, "/dev/full"]) == 2
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "pagepool: /dev/full: cannot be written: No space left on device\n")
@@ -204,7 +202,6 @@ def test_a_disk_that_is_full_is_named(option, capsys):
         ["--attend", "gpt"],
         ["--json", ""],
         ["--html", ""],
-        ["--plot", ""],
         ["--block", "4"],
     ],
 )
