@@ -65,7 +65,6 @@ def build_foreign(tmp_path_factory):
                 cwd=folder,
                 capture_output=True,
                 text=True,
-                timeout=300,
                 env={**environment, "PYTHONPATH": path.rstrip(os.pathsep)},
             )
             assert done.returncode == 0, done.stdout + done.stderr

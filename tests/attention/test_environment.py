@@ -28,7 +28,6 @@ def warnings_of(program, **environment):
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "always", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stderr.splitlines() if "Warning: " in line]

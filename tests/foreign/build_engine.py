@@ -47,7 +47,7 @@ def load_engine(folder):
     home = str(Path(pagepool.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([home, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(Path(__file__).resolve()), str(folder.resolve())]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"engine.pyx does not compile:\n{done.stdout}{done.stderr}")
     spec = importlib.util.spec_from_file_location("engine", next(folder.glob("engine.*.so")))

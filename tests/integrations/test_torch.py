@@ -244,7 +244,7 @@ def test_views_are_the_same_with_ml_dtypes_and_without():
     )
     pytest.importorskip("ml_dtypes", reason="the test needs ml_dtypes")
     with_it, without = (
-        subprocess.run([sys.executable, "-c", look, word], capture_output=True, text=True, timeout=300, check=True)
+        subprocess.run([sys.executable, "-c", look, word], capture_output=True, text=True, check=True)
         for word in ("with", "without")
     )
     assert with_it.stdout == without.stdout == "uint16 torch.uint16 torch.bfloat16\n" * 3
@@ -283,4 +283,4 @@ def test_the_cost_of_a_tensor(batch):
 
 def test_the_package_does_not_import_torch():
     look = "import sys, pagepool; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", look], timeout=300, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", look], check=False).returncode == 0

@@ -135,7 +135,6 @@ def run(program, *options):
         [sys.executable, *options, "-c", program],
         capture_output=True,
         text=True,
-        timeout=100,
         cwd=Path(pagepool.__file__).parents[1],
     )
     assert done.returncode == 0, done.stderr

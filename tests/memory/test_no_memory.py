@@ -37,7 +37,7 @@ def run(tmp_path_factory):
 
     def run(script, *options):
         command = [sys.executable, str(script), *options]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
         return done.stdout
 

@@ -30,7 +30,7 @@ def limit(tmp_path, *arguments):
     command = [sys.executable, "-W", "error", str(BENCH / "limit.py"), "--shape", "tiny", "--rounds", "1"]
     command += ["--seconds", "0.001", "--dtype", "bfloat16", "--json", str(tmp_path / "found.json"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((tmp_path / "found.json").read_text())
 
@@ -91,7 +91,7 @@ def test_a_build_is_compared_with_itself(tmp_path):
     options = ["--only", "append_batch", "--shape", "tiny", "--threads", "1", "--rounds", "1"]
     command = [sys.executable, str(BENCH / "compare.py"), build, build, *options, "--seconds", "0.001"]
     command += ["--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "found.json").read_text())
     assert [row["unit"] for row in rows] == ["ns / token", "ms / call"]
@@ -103,7 +103,7 @@ def test_prefill_is_reported_relative_to_the_measured_rate(tmp_path):
     command = [sys.executable, "-W", "error", str(BENCH / "prefill.py"), "--cell", "8/2x64:2x64+100:48"]
     command += ["--threads", "1", "--rounds", "1", "--seconds", "0.001", "--dtype", "bfloat16"]
     command += ["--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert row["cell"] == "8/2x64:2x64+100:48" and row["threads"] == 1

@@ -49,7 +49,7 @@ def run(command, folder):
     # The child process imports the package under test from any folder.
     home = str(Path(pagepool.__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([home, paths])}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

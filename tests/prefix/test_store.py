@@ -447,7 +447,7 @@ world.cache.check()
 def test_files_that_cannot_grow_cost_no_request(tmp_path, limit):
     """The first limit stops writes to the page file and to the index's log, the second one only to the log."""
     code = FULL.format(tests=str(Path(__file__).parent), path=str(tmp_path), limit=limit)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     world = World(tmp_path, num_blocks=64)
     for start in range(0, 20_000, 200):

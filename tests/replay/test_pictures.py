@@ -233,7 +233,6 @@ def test_a_browser_draws_the_page(make_trace, tmp_path, capsys):
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("<svg") == charts and done.stdout.count("<path") >= charts - 1

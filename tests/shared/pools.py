@@ -72,6 +72,6 @@ def run_script(name, *arguments):
     """Run a script of this folder with the imported pagepool; return what it printed."""
     command = [sys.executable, str(Path(__file__).parent / name), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done.stdout
