@@ -11,7 +11,7 @@ export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
 SESSIONS := test-torch test-models test-clients test-transfer test-ray debug clang san-c san-python san-threads aarch64 \
 	wheel test-wheel test-sdist test-free-threaded manylinux cibuildwheel workflows
 
-.PHONY: help demo demo-generate test ci-models cluster-demo load-test model-test preemption-test pool-test store-test build \
+.PHONY: help demo demo-generate test test-all test-kernels ci-models ci-kernels cluster-demo load-test model-test preemption-test pool-test store-test build \
 	bench figures lint docs format san san-libraries sessions ci clean $(SESSIONS)
 .DELETE_ON_ERROR:
 
@@ -20,8 +20,14 @@ help:  ## this list
 
 demo: build  ## replay 200 requests of a recorded hour with attention on real memory
 	$(PY) -m pagepool replay --requests 200 --attend qwen2.5-0.5b
-test: build $(VENV)/.test  ## every test but the benchmarks, on up to 8 cores
+test: build $(VENV)/.test  ## the tests, on up to 8 cores; kernels with a part of their cases
 	$(PY) -m pytest -q -n auto --maxprocesses 8 tests
+test-all: build $(VENV)/.test  ## every case on every instruction set, long random programs, sanitizers
+	PAGEPOOL_TEST_SHARE=1 $(PY) -m pytest -q -n auto --maxprocesses 8 tests
+	PAGEPOOL_TEST_SHARE=1 $(MAKE) --no-print-directory model-test preemption-test pool-test san
+test-kernels: build $(VENV)/.test  ## the kernel part of test-all
+	PAGEPOOL_TEST_SHARE=1 $(PY) -m pytest -q -n auto --maxprocesses 8 tests/attention tests/capi
+	$(PY) .ci/kernels.py --passed
 model-test: build $(VENV)/.test  ## a long random program on the memory, compared with reference: SEED=1 OPS=10000000
 	PYTHONPATH=. $(PY) tests/model_run.py --ops $(or $(OPS),10000000) $(if $(SEED),--seed $(SEED))
 preemption-test: build $(VENV)/.test  ## a pool that is full at every step, for STEPS=1000000; SEED=N repeats a run
@@ -29,7 +35,7 @@ preemption-test: build $(VENV)/.test  ## a pool that is full at every step, for 
 pool-test: build $(VENV)/.test  ## processes of a shared pool that race and are killed at random, for SECONDS=600
 	PAGEPOOL_RACE_SECONDS=$(or $(SECONDS),600) $(PY) -m pytest -q -rP tests/shared/test_shared_races.py -k "no_page and processes"
 store-test: build $(VENV)/.test  ## 4,000 power losses of the prefix store, every byte of its index, a kill at every write
-	PAGEPOOL_STORE_TRIALS=4000 $(PY) -m pytest -q tests/prefix/test_store_damage.py tests/prefix/test_store_failing_disk.py
+	PAGEPOOL_TEST_SHARE=1 $(PY) -m pytest -q tests/prefix/test_store_damage.py tests/prefix/test_store_failing_disk.py
 bench: build $(VENV)/.test  ## the benchmarks, ours beside reference and numpy
 	$(PY) bench/figures.py
 	$(PY) bench/limit.py --shape S1
@@ -56,6 +62,8 @@ cluster-demo: build $(VENV)/.nox  ## a burst on three engines, one killed in the
 	$(NOX) test-ray -- bench/cluster.py --runs $(or $(RUNS),1)
 ci-models: build $(VENV)/.nox
 	QUICK=1 $(NOX) test-models && $(MAKE) --no-print-directory demo-generate
+ci-kernels: build $(VENV)/.test
+	$(PY) .ci/kernels.py || $(MAKE) --no-print-directory test-kernels
 
 $(SESSIONS): build $(VENV)/.nox $(VENV)/.test
 	$(NOX) $@

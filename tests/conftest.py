@@ -1,4 +1,4 @@
-"""Fixtures of all tests: build Cython modules outside the package; check that no import turns the GIL on."""
+"""What all tests share: the choice of cases, building Cython modules, and a check that no import turns the GIL on."""
 
 import importlib.util
 import os
@@ -6,9 +6,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from share import SHARE, WHOLE
 
 import pagepool
 
@@ -36,6 +39,22 @@ directives = {"language_level": 3, "boundscheck": False, "wraparound": False, "c
 directives["freethreading_compatible"] = True
 setup(name=name, ext_modules=cythonize([extension], compiler_directives=directives, quiet=True))
 """
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what tests/share.py says, but never all cases of a function. The choice is the same in each run."""
+    functions = defaultdict(list)
+    for item in items:
+        if WHOLE or item.get_closest_marker("slow") is None:
+            functions[item.nodeid.partition("[")[0]].append(item)
+    chosen = set()
+    for cases in functions.values():
+        mark = cases[0].get_closest_marker("one_in")
+        share = SHARE or (mark.args[0] if mark else 1)
+        cases.sort(key=lambda item: zlib.crc32(item.name.encode()))
+        chosen.update(cases[: -(-len(cases) // share)])
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from paged_cases import DTYPES, MOST, Case, assert_same, channels, make_case, random_kv, stored
+from share import examples
 
 from pagepool import KvLayout, cpu_info, prefill
 from pagepool.reference.canonical import attend_with_scores
@@ -123,7 +124,7 @@ def assert_canonical(call, got, row, head):
     np.testing.assert_allclose(got[1][row, head], lse, rtol=3e-7, atol=1e-7)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(80, suppress_health_check=[HealthCheck.too_slow])
 @given(calls(), st.data())
 def test_bits_are_canonical_and_depend_only_on_attended_tokens(call, data):
     expected, rows = call.decode(num_threads=1)

@@ -28,6 +28,7 @@ from pagepool import KvLayout, cpu_info, decode, reference
 from pagepool.attention.merge import merge_state
 from pagepool.reference.views import views
 
+pytestmark = pytest.mark.one_in(3)
 ROUNDED = {"arithmetic": "bf16"}
 both = pytest.mark.parametrize("arithmetic", ["bf16", "bf16x2"])
 every_page = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

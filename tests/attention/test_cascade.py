@@ -4,9 +4,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from paged_cases import DTYPES
+from share import examples
 
 from pagepool import KvCachePool, KvLayout, decode, prefill
 
@@ -161,7 +162,7 @@ def test_prefill_of_sequences_with_a_common_prefix():
     assert both[0].tobytes() == both[1].tobytes()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_any_forest(data):
     layout = KvLayout(1, 2, 24, data.draw(st.sampled_from([5, 16, 100, 512, 1024])), "bfloat16")

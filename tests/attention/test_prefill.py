@@ -22,6 +22,8 @@ from test_several_queries import OPTIONS, options_of, random_masks, trees
 from pagepool import KvLayout, decode, prefill
 from pagepool.reference.views import views
 
+pytestmark = pytest.mark.one_in(3)
+
 # A sequence with at least 24 rows per KV head uses the prefill kernel, with at most 240 rows per unit. With a group of
 # 3 that is 8 and 80 query tokens. The batch has prompts below and above these, decodes and empty sequences.
 LENGTHS = [0, 1, 40, 130, 600, 530, 20, 77, 0, 33]
@@ -338,18 +340,18 @@ def test_the_error_of_arithmetic_bf16_is_within_its_bound():
     assert (np.abs(lse - right_lse) <= lse_bound + 1e-5 * np.maximum(1, np.abs(right_lse))).all()
 
 
-def test_shifts_are_raised_by_rises_beyond_the_slack_alone():
+@every_way
+def test_shifts_are_raised_by_rises_beyond_the_slack_alone(dtype, arithmetic):
     """Scores rise from tile to tile by less than the slack, by more, and fall, differently for each head."""
     heights = [0, 5, 5.4, 11, 4, 11.2, 40, 45, 46, -30, 90, 90, 95.4, 95.6, 200, 0, 7, 1, 12.6, 12.6, 18]
     tokens = 32 * len(heights) - 9
-    for dtype, arithmetic in WAYS:
-        layout = KvLayout(1, 1, 64, dtype=dtype)
-        [(k, v)] = random_kv(layout, [tokens])
-        k[..., 0] = np.repeat(heights, 32)[:tokens, None]
-        case, starts = batch(layout, 4, [tokens], [tokens], kv=[(k, v)])
-        case.q[:, :, 0] = np.array([8.0, 4.0, 0.0, -8.0])
-        case.q[::3, :, 0] *= -1
-        assert_as_lone(case, starts, arithmetic=arithmetic)
+    layout = KvLayout(1, 1, 64, dtype=dtype)
+    [(k, v)] = random_kv(layout, [tokens])
+    k[..., 0] = np.repeat(heights, 32)[:tokens, None]
+    case, starts = batch(layout, 4, [tokens], [tokens], kv=[(k, v)])
+    case.q[:, :, 0] = np.array([8.0, 4.0, 0.0, -8.0])
+    case.q[::3, :, 0] *= -1
+    assert_as_lone(case, starts, arithmetic=arithmetic)
 
 
 def test_layers_of_a_pool():

@@ -222,6 +222,7 @@ def test_masks(kind, dtype, v_dtype):
     assert_same_bits(case.decode(return_lse=True, return_block_scores=True, **options)[:2], got)
 
 
+@pytest.mark.one_in(3)
 @every_kind
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_variants_follow_the_canonical_order(dtype, v_dtype, options):

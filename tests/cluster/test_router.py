@@ -4,9 +4,10 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from share import examples
 
 from pagepool import BlockAllocator, PoolError, PrefixCache
 from pagepool.cluster.router import Choice, Router
@@ -71,7 +72,7 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(STEP, max_size=60), st.lists(PROMPT, min_size=1, max_size=4), st.integers(2, 64))
 def test_the_index_matches_the_caches_after_lost_repeated_and_late_messages(steps, prompts, max_events):
     router, workers = Router(2, 3, clock=Clock()), [Worker(name, max_events) for name in range(3)]
@@ -119,7 +120,7 @@ def test_the_index_matches_the_caches_after_lost_repeated_and_late_messages(step
     router.check()
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 2), PROMPT, st.sampled_from(SALTS)), max_size=30), PROMPT)
 def test_without_delays_the_forecast_matches_the_worker_s_hits(served, prompt):
     router, workers = Router(2, 3, clock=Clock()), [Worker(name) for name in range(3)]

@@ -2,8 +2,9 @@
 
 import pytest
 from fake_runner import Bytes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import examples
 
 from pagepool.engine.tokenizing import Detokenizer
 
@@ -53,7 +54,7 @@ def test_characters_between_invalid_bytes_are_complete(parts):
     assert [letter for letter in text if letter != "\ufffd"] == wanted
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     st.text("ab", max_size=40),
     st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4),

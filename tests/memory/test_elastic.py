@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from refusals import refuses
+from share import examples
 
 from pagepool import (
     BlockAllocator,
@@ -238,5 +238,5 @@ class ElasticMachine(RuleBasedStateMachine):
             assert self.sides[0].in_use == len(self.held)
 
 
-ElasticMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+ElasticMachine.TestCase.settings = examples(60, stateful_step_count=30)
 TestElastic = ElasticMachine.TestCase

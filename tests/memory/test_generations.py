@@ -5,9 +5,10 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from share import examples
 
 from pagepool import BlockAllocator, InvalidBlock, KvCachePool, KvLayout, PagedSeqState, PrefixCache
 from pagepool.memory.generations import BlockGenerations
@@ -20,7 +21,7 @@ def words_of(generations):
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["one", "many", "free", "share", "shrink"]), st.integers(0, 7)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(OPERATIONS, st.integers(0, 12))
 def test_a_generation_is_the_number_of_takings(operations, begin):
     allocator = BlockAllocator(4, max_blocks=12)

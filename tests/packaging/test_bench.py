@@ -69,6 +69,7 @@ def test_avx2_is_bounded_by_the_rate_of_its_own_vectors_wherever_it_is_forced(mo
     assert bound_of("ours", {}) == "fma_of_8" and bound_of("ggml", {}) == "fma"
 
 
+@pytest.mark.slow
 @needs_gcc
 def test_arithmetic_of_bf16_is_measured_against_the_rate_of_dot_products(tmp_path):
     (row,) = limit(tmp_path, "--threads", "1", "--arithmetic", "exact,bf16")["rows"]

@@ -119,6 +119,7 @@ def test_c_examples_compile_and_print_the_documented_output(path, tmp_path):
         assert run([str(tmp_path / "example")], tmp_path) == printed
 
 
+@pytest.mark.slow  # tests/foreign compiles the same engine
 def test_the_setup_of_the_guide_builds_a_whole_engine(tmp_path):
     guide, engine = ROOT / "docs/guide/c-and-cython.md", ROOT / "tests/foreign/engine.pyx"
     if not guide.is_file() or not engine.is_file():

@@ -4,10 +4,10 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from refusals import refuses
+from share import examples
 
 import pagepool.reference.checkpoints as reference
 from pagepool import BlockAllocator, InvalidSlot, PoolError, PrefixCache, SsmStatePool, StateCheckpoints, StateLayout
@@ -280,7 +280,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestMachine.settings = examples(100, stateful_step_count=40)
 
 
 def test_a_budget_uses_memory_only_for_stored_states():

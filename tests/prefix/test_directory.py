@@ -4,9 +4,10 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from share import examples
 
 from pagepool.prefix.directory import PrefixDirectory
 from pagepool.prefix.events import name_row, prefix_names
@@ -25,7 +26,7 @@ def lengths_of(held, names):
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(OPERATION, max_size=40), st.lists(PART, max_size=4))
 def test_it_is_a_dict_of_sets(operations, prompts):
     directory, held = PrefixDirectory(70), [set() for _ in range(70)]

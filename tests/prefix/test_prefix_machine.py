@@ -5,9 +5,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from share import examples
 
 from pagepool import BlockAllocator, PoolExhausted, PrefixCache
 from pagepool.reference import BlockAllocator as PlainAllocator
@@ -137,9 +138,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
 
 class TestPrefixMachine(PrefixMachine.TestCase):
-    settings = settings(
-        max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
+    settings = examples(60, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize("policy", ["lru", "gittins"])

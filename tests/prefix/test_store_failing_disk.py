@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from share import WHOLE
 
 import pagepool
 
 HERE = Path(__file__).parent
-WHOLE = int(os.environ.get("PAGEPOOL_STORE_TRIALS", "400")) >= 4000  # `make store-test`: at every change
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def disk(tmp_path_factory):
 
 
 def test_a_kill_at_any_change_of_a_file_leaves_no_wrong_page(tmp_path, disk):
-    counts = disk(tmp_path, 1 << 30 if WHOLE else 40, 0)
+    counts = disk(tmp_path, 1 << 30 if WHOLE else 20, 0)
     print(counts)
     assert counts["killed"] == counts["places"] >= 40 and counts["found"] > 20 * counts["places"]
 
@@ -51,6 +51,6 @@ def test_a_kill_at_any_change_of_a_file_leaves_no_wrong_page(tmp_path, disk):
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_fails_from_any_change_on_costs_no_request(tmp_path, disk, error):
     """Also when it fails while the store is opened. There is a line for each kind of fault."""
-    counts = disk(tmp_path, 100 if WHOLE else 24, error)
+    counts = disk(tmp_path, 100 if WHOLE else 8, error)
     print(counts)
     assert len(counts["lines"]) == counts["places"] and max(counts["lines"]) <= 2 and sum(counts["lines"]) > 15

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import examples
 from trace_bytes import lines_of
 
 from pagepool.cli import main
@@ -54,7 +55,7 @@ def test_the_next_turn_finds_the_output_of_the_last(make_trace, capsys):
 PROMPT = st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), st.integers(1, 3))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(PROMPT, max_size=12), st.sampled_from([4, 2, 1]), st.integers(6, 40))
 def test_one_user_has_the_hits_of_a_pass(tmp_path_factory, prompts, size, blocks):
     """With one user and enough blocks, the clocked replay finds the same blocks as a pass without a clock."""

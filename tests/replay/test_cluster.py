@@ -139,6 +139,7 @@ def test_a_link_sends_transfers_one_after_another(make_trace, capsys):
     assert Link(1, 500, 1000).cost(8) == 508
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("gap", [5, 40])
 @pytest.mark.parametrize(("route", "latest"), [("cost", 10_000), ("prefix", 200_000)])
 def test_late_news_cost_at_most_2_percent_more_computed_tokens(make_trace, capsys, gap, route, latest):

@@ -1,8 +1,9 @@
 """LRU by stack distances: the same counts as the cache at every capacity, for any tree of prompts."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import examples
 
 import pagepool
 from pagepool import cli
@@ -33,7 +34,7 @@ PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
 TRACES = st.lists(st.tuples(st.integers(1, 2), PATHS, st.integers(0, 3)), max_size=30).map(trace_of)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(TRACES, st.sampled_from([None, 2, 1]))
 def test_every_capacity_as_the_cache_has_it(trace, block_size):
     prompts = Prompts(trace, block_size)
@@ -79,7 +80,7 @@ def test_policies_side_by_side(make_trace, capsys):
     assert "--policy and --compare cannot be used together" in capsys.readouterr().err
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(TRACES, st.integers(0, 25))
 def test_no_policy_passes_belady(trace, capacity):
     prompts = Prompts(trace)

@@ -9,9 +9,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from share import examples
 
 import pagepool
 from pagepool import BlockAllocator, PrefixCache, cli
@@ -32,7 +33,7 @@ def hits_of(prompts, block, capacity):
     return found, cache.stats()["evicted"]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(PROMPT, max_size=25), st.integers(1, 5), st.integers(0, 30))
 def test_a_replay_finds_what_the_engine_found(tmp_path_factory, prompts, block, capacity):
     path = tmp_path_factory.mktemp("recorded") / "trace"

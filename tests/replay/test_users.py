@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import examples
 
 from pagepool import BlockAllocator, SchedulerConfig
 from pagepool.cli import main
@@ -58,7 +59,7 @@ def test_users_wait_for_answers_and_think(trace):
     assert drain(OpenLoop(trace), second) == list(enumerate(trace.arrival_us))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), max_size=8), st.integers(1, 9), st.integers(1, 9))
 def test_no_more_than_the_users_are_served_at_once(tmp_path_factory, thinks, users, takes):
     from trace_bytes import lines_of

@@ -1,7 +1,8 @@
 """Budgets and fairness hold in every step, for any mix of requests. pagepool/scheduling/active.py has the proof."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from share import examples
 
 from pagepool import Scheduler, SchedulerConfig, SeqState
 
@@ -46,7 +47,7 @@ requests = st.lists(
 )  # step of arrival, prompt, outputs
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(configs, requests, st.randoms(use_true_random=False))
 def test_budgets_and_turns(config, arrivals, random):
     """Budgets and waiting times hold in every step.

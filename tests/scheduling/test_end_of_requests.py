@@ -1,9 +1,10 @@
 """End of requests: at limits, at a stop token or by a call, with the matching finish reason."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from share import examples
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, SeqState
 
@@ -138,7 +139,7 @@ def test_a_wrong_argument_is_named_and_changes_nothing(arguments, error, words):
     assert scheduler.total_count == 0 and scheduler.add_request([1], 2) == 1
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=12), st.sets(st.integers(0, 5)), st.integers(1, 12))
 def test_the_output_ends_at_the_first_stop_token_or_the_limit(said, stops, most):
     scheduler = Scheduler(SchedulerConfig(lookahead=0))

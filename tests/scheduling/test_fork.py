@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from marked_engine import Engine
 from refusals import refuses
+from share import examples
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, SeqState, Tenant
 
@@ -154,7 +155,7 @@ def test_only_a_decoding_sequence_can_be_forked():
     assert scheduler.total_count == 1
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(st.integers(0, 2**32))
 def test_keys_and_values_of_forks_are_right_in_a_pool_that_is_too_small(seed):
     """Partial preemption and recomputation, with and without a prefix cache; each sequence sees its own tokens."""

@@ -1,9 +1,10 @@
 """Slots for drafted tokens: reserved by schedule(), written by the caller, unused ones freed by commit()."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refuses
+from share import examples
 
 from pagepool import BlockAllocator, BlockTables, PrefixCache, Scheduler, SchedulerConfig
 
@@ -119,7 +120,7 @@ def test_rejected_drafts_are_never_cached():
     assert allocator.in_use == 2
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     st.integers(1, 5), st.integers(6, 16), st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data()
 )

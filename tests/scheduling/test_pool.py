@@ -1,10 +1,11 @@
 """The scheduler and a pool: admission, blocks per step, preemption, and blocks held outside of the scheduler."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from refusals import refuses
+from share import examples
 
 from pagepool import BlockAllocator, BlockTables, PagedSeqState, Scheduler, SchedulerConfig, SeqState
 
@@ -202,7 +203,7 @@ def test_a_forked_sequence_may_be_written_on():
     assert allocator.in_use == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.integers(3, 20),
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=20),
@@ -368,5 +369,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.allocator.in_use == 0
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = examples(150, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

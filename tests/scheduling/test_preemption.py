@@ -1,10 +1,11 @@
 """Preemption: only as much as needed, each action with its reason, and no token or block is lost."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from marked_engine import LAYOUT, Engine
 from preemption_run import MODES, run
+from share import examples
 
 from pagepool import PrefixCache, Scheduler, SchedulerConfig, SeqState, Tenant
 from pagepool.prefix.eviction import POLICIES as CACHE_POLICIES
@@ -96,7 +97,7 @@ def test_records_are_bounded_and_totals_are_not(monkeypatch):
     assert stats["actions"]["recompute"] == stats["preemptions"] == scheduler.num_preemptions > 3
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     st.integers(3, 14),
     st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14), st.integers(0, 2)), min_size=1, max_size=12),

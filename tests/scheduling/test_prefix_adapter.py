@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from marked_engine import LAYOUT, Engine
 from refusals import refuses
+from share import examples
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig
 
@@ -87,7 +88,7 @@ def test_a_branch_starts_with_the_tokens_of_its_trunk():
     assert [len(tokens) for tokens in batch.tokens] == [1, 3, 3]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data(), st.sampled_from([2, 8]), st.sampled_from([0, 2]), st.integers(8, 40))
 def test_every_full_block_that_was_committed_is_cached_at_once(data, places, lookahead, blocks):
     """This holds for tokens from commit or append_token, in any order, with drafts, and for steps without tokens."""

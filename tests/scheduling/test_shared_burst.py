@@ -6,9 +6,10 @@ A request waits while another request computes its next blocks.
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from marked_engine import Engine
+from share import examples
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, SeqState, Tenant
 from pagepool.scheduling.policies import POLICIES
@@ -182,7 +183,7 @@ def test_a_request_waits_for_others_at_most_max_wait_steps():
     assert [step(scheduler).seq_ids for _ in range(3)] == [[1], [1], [1, 2]]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.integers(0, 2**32))
 def test_keys_and_values_are_right_with_random_waiting_requests(seed):
     """All requests end, although some are stopped at random and the pool is too small for all."""

@@ -4,9 +4,10 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from marked_engine import Engine, HybridEngine
+from share import examples
 
 from pagepool import PrefixCache, Scheduler, SchedulerConfig, SeqState, StateCheckpoints, Tenant
 
@@ -206,13 +207,13 @@ def next_token(engine, state):
     return int(marks[marks >= 0][-1]) % 50  # drafts have the mark -1
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 2**32), st.sampled_from([None, [None], [8], [None, 8]]))
 def test_a_model_that_fails_now_and_then_generates_the_same(seed, windows):
     assert serve(seed, 0.3, windows) == serve(seed, 0, windows)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(0, 2**32), st.sampled_from([[None], [8], [None, 8]]), st.integers(2, 20), st.integers(60, 10**4))
 def test_a_hybrid_model_that_fails_now_and_then_generates_the_same(seed, windows, slots, kept):
     """After a failure its sequences resume from a checkpoint, or from their first token."""

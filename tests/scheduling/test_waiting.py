@@ -1,9 +1,9 @@
 """The queue checks only changed tenants, and returns the same next request as a check of all tenants."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from share import examples
 
 from pagepool import BlockAllocator, PrefixCache, Scheduler, SchedulerConfig, Tenant
 from pagepool.scheduling.policies import POLICIES
@@ -138,7 +138,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
 
 class TestWaitingMachine(WaitingMachine.TestCase):
-    settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+    settings = examples(150, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs", "priority"])

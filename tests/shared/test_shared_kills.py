@@ -2,6 +2,9 @@
 
 import pytest
 from c_programs import build, build_faulty, run
+from share import WHOLE
+
+STRIDE = 4001 if WHOLE else 16001
 
 
 @pytest.fixture(scope="module")
@@ -10,7 +13,7 @@ def kills(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "arguments, least", [(["stores"], 200), (["recovery", "61"], 50), (["instructions", "4001"], 10)]
+    "arguments, least", [(["stores"], 200), (["recovery", "61"], 50), (["instructions", str(STRIDE)], 40_000 // STRIDE)]
 )
 def test_no_block_is_lost_wherever_a_process_is_killed(kills, arguments, least):
     done = run(kills, *arguments)

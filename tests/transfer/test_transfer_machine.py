@@ -7,7 +7,6 @@ fills blocks that it has freed and allocated again with its own numbers, so that
 import random
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -15,6 +14,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+from share import examples
 from stepped import LAYOUT, SteppedTransfer
 
 from pagepool import KvCachePool
@@ -23,7 +23,7 @@ from pagepool.transfer import TransferError, protocol
 
 HALF = LAYOUT.page_size // 2
 NUMBER = st.integers(0, 99)
-SETTINGS = settings(max_examples=120, stateful_step_count=60, deadline=None)
+SETTINGS = examples(120, stateful_step_count=60)
 
 
 def content(block, generation):
