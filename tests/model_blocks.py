@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import numpy as np
 from model_world import Core, Divergence, Sequence
 
 from pagepool import StaleHandle, reference
@@ -29,9 +30,9 @@ USES_OF_HYBRID = (
 )
 
 OPERATIONS = {
-    "append": 10, "append_batch": 3, "add": 3, "fork": 4, "truncate": 5, "drop_before": 2, "reserve": 2,
-    "release": 2, "close": 5, "allocate": 2, "share": 2, "free": 3, "free_too_much": 1, "grow": 1, "shrink": 2,
-    "use_stale": 3,
+    "append": 10, "append_batch": 3, "add": 3, "adopt": 2, "fork": 4, "truncate": 5, "drop_before": 2, "reserve": 2,
+    "release": 2, "release_batch": 1, "close": 5, "fill": 1, "allocate": 2, "share": 2, "free": 3, "free_too_much": 1,
+    "grow": 1, "shrink": 2, "use_stale": 3,
 }  # fmt: skip
 
 
@@ -102,6 +103,38 @@ class Blocks(Core):
         if sequence:
             self.both(lambda side, i: sequence.pair[i].release())
             sequence.tokens.clear()
+
+    def release_batch(self):
+        chosen = self.some_of(self.sequences)
+        drive = (block_tables.release_batch, reference.release_batch)
+        self.both(lambda side, i: drive[i]([sequence.pair[i] for sequence in chosen]))
+        for sequence in chosen:
+            sequence.tokens.clear()
+
+    def adopt(self):
+        """A new sequence adopts tokens of another one; in one of eight cases a wrong number of them."""
+        sequence = self.pick(self.sequences)
+        if sequence and len(self.sequences) < self.MOST and not sequence.pair[1].first_block:
+            child = Sequence(self.make(lambda side, i: side.api.PagedSeqState(side.allocator, self.block_size)))
+            n = self.below(len(sequence.tokens) + 1)
+            blocks = sequence.pair[1].blocks[: -(-n // self.block_size)]
+            wrong = 0 if self.below(8) else self.block_size
+            if self.both(lambda side, i: child.pair[i].adopt(blocks, n + wrong)) is None:
+                child.tokens = sequence.tokens[:n]
+            self.sequences.append(child)
+
+    def fill(self):
+        """The arrays of a batch of some sequences, which may be too many or too long for them."""
+        chosen = self.some_of(self.sequences)
+        counts = [self.below(len(sequence.tokens) + 1) for sequence in chosen]
+
+        def call(side, i):
+            tables = side.api.BlockTables(self.MOST - 1, self.most)
+            tables.fill([sequence.pair[i] for sequence in chosen], counts)
+            names = ("block_tables", "seq_lens", "slot_mapping", "query_start_loc")
+            return [np.asarray(getattr(tables, name)).tolist() for name in names]
+
+        self.both(call)
 
     def close(self):
         sequence = self.pick(self.sequences)

@@ -179,6 +179,7 @@ class Core:
         ours.checkpoints.check()
         self.both(lambda side, i: [counts(allocator, 48) for allocator in side.allocators])
         self.both(lambda side, i: [(one.capacity, one.available) for one in side.allocators])
+        self.both(lambda side, i: [owners(side.allocator, block) for block in range(side.allocator.capacity)])
         self.both(lambda side, i: (side.cache.num_cached, side.cache.evictable))
         self.both(lambda side, i: sorted(side.cache.references()))
         self.both(lambda side, i: (side.checkpoints.index.num_states, side.checkpoints.index.used_bytes))
@@ -208,6 +209,11 @@ class Core:
         left = self.both(lambda side, i: [one.in_use for one in side.allocators] + [side.states.used_count])
         if any(left):
             raise Divergence(f"blocks and slots are still in use: {left}")
+
+
+def owners(allocator, block):
+    """Return kind and references of each owner of a block."""
+    return sorted((kind, references) for kind, _, references, *_ in allocator.owners(block))
 
 
 def counts(allocator, most):
