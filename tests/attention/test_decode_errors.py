@@ -56,87 +56,85 @@ def refused(call, error, words, **arguments):
 
 
 def test_good_arguments_are_taken(call):
-    call()
+    call(window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None)
     assert not call.untouched
 
 
-@pytest.mark.parametrize("block", [-1, 6, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("place", [(0, 0), (0, 2), (2, 1)])
-def test_a_block_out_of_range(call, place, block):
-    refused(call, InvalidBlock, str(block), block_tables=changed(place, block))
+SHAPES = {
+    "q": [(3, 64), (2, 4, 16), (3, 4, 8), (3, 4, 24), (3, 0, 16), (1, 3, 4, 16)],
+    "block_tables": [(15,), (2, 5), (3, 1)],
+    "seq_lens": [(2,), (3, 1)],
+    "out": [(3, 4, 8), (3, 4), (4, 3, 16)],
+}
+OUT = ("out", "float32", "float16", "bfloat16")
+SCALE = ("sm_scale", "-2e38", "2e38")
+NUMBERS = ("window_left", "num_threads", "layer")
+FACTORS = ("sm_scale", "logits_soft_cap")
+# Arguments, the error and what it names.
+REFUSED = [
+    *(
+        ({"block_tables": changed(place, block)}, InvalidBlock, str(block))
+        for block in (-1, 6, 2**31 - 1, -(2**31))
+        for place in ((0, 0), (0, 2), (2, 1))
+    ),
+    ({"block_tables": changed((0, 1), -1)}, InvalidBlock, ("block_tables", -1, "query")),  # was given back
+    ({"seq_lens": changed(2, -3)}, ValueError, "-3"),
+    ({"pool": KvCachePool(64, 4)}, ValueError, "layout"),
+    ({"pool": [1, 2, 3]}, TypeError, "pool"),
+    *(
+        ({name: lambda array, dtype=dtype: np.zeros(array.shape, dtype)}, TypeError, name)
+        for name in ("block_tables", "seq_lens")
+        for dtype in (np.uint64, np.uint32, np.int16, np.float32, np.float64, ">i8", "M8[s]")
+    ),
+    *(
+        ({"q": lambda q, dtype=dtype: q.astype(dtype)}, TypeError, "q")
+        for dtype in (np.float64, np.int32, np.complex64, np.uint8)
+    ),
+    *(
+        ({"out": np.zeros((3, 4, 16), dtype)}, TypeError, OUT)
+        for dtype in (np.float64, np.int32, np.uint32, np.int16, np.uint8, bool, ">f4", ">f2", ">u2", "S2", "M8[s]")
+    ),
+    *(({"out": value}, TypeError, (*OUT, type(value).__name__)) for value in ([0.0], "out", 1.0)),
+    ({"out": np.broadcast_to(np.float32(0), (3, 2, 16))}, ValueError, ("out", "read-only")),
+    *(
+        ({name: lambda array, shape=shape: np.ones(shape, array.dtype)}, ValueError, name)
+        for name, shapes in SHAPES.items()
+        for shape in shapes
+    ),
+    ({"seq_lens": np.zeros((3, 1), np.int32)}, ValueError, ("seq_lens", 1, 2)),
+    *(({"custom_mask": np.ones(shape, bool)}, ValueError, (1, 2, 3, len(shape))) for shape in ((), (3, 1, 1, 1))),
+    *(({"q": np.zeros((3, n, 16), np.float32), "out": None}, ValueError, str(n)) for n in (1, 3, 5)),  # query heads
+    *(({"sm_scale": x}, ValueError, (*SCALE, x)) for x in (float("nan"), float("inf"), 1e39, 2.4e38, -2.4e38)),
+    *(({"layer": layer}, ValueError, "layer") for layer in (-1, 2, 2**40)),
+    *(({"num_threads": n}, ValueError, "num_threads") for n in (0, -1)),
+    ({"window_left": -2}, ValueError, "window_left"),
+    ({"window_left": 1.5}, TypeError, "window_left"),
+    *(({"logits_soft_cap": x}, ValueError, "logits_soft_cap") for x in (-1.0, float("nan"), 1e31, 1e-31)),
+    *(({"alibi_slopes": np.ones(shape, np.float32)}, ValueError, "alibi_slopes") for shape in (3, (4, 1))),
+    ({"alibi_slopes": np.ones(4)}, TypeError, "alibi_slopes"),
+    ({"sinks": np.zeros(5, np.float32)}, ValueError, "sinks"),
+    ({"sinks": [0.0] * 4}, TypeError, "sinks"),
+    *(({name: "1"}, TypeError, (name, "integer", "str")) for name in NUMBERS),
+    *(({name: np.zeros(3, np.int32)}, TypeError, (name, "integer", "ndarray")) for name in NUMBERS),
+    *(({name: n}, ValueError, (name, n)) for name, n in zip(NUMBERS, (-(2**70), 10**30, 2**70), strict=True)),
+    *(({name: []}, TypeError, (name, "number", "list")) for name in FACTORS),
+    *(({name: 10**400}, ValueError, (name, "float")) for name in FACTORS),
+    *(
+        ({"arithmetic": value}, ValueError, ("arithmetic", "exact", "bf16", repr(value)))
+        for value in (None, 1, np.array(["exact", "bf16"]))
+    ),
+]
 
 
-def test_a_block_that_was_given_back_says_so(call):
-    refused(call, InvalidBlock, ("block_tables", -1, "query"), block_tables=changed((0, 1), -1))
+@pytest.mark.parametrize(("changes", "error", "words"), REFUSED)
+def test_a_wrong_argument_is_named_and_nothing_is_written(call, changes, error, words):
+    refused(call, error, words, **changes)
 
 
 def test_a_length_beyond_the_table(call):
     width = 5  # blocks of 16 tokens
     call(seq_lens=changed(1, 0), block_tables=changed(np.s_[1], 0))
     refused(call, ValueError, str(width * 16 + 1), seq_lens=changed(1, width * 16 + 1))
-
-
-def test_a_negative_length(call):
-    refused(call, ValueError, "-3", seq_lens=changed(2, -3))
-
-
-@pytest.mark.parametrize("layer", [-1, 2, 2**40])
-def test_a_layer_out_of_range(call, layer):
-    refused(call, ValueError, "layer", layer=layer)
-
-
-def test_a_flat_pool(call):
-    refused(call, ValueError, "layout", pool=KvCachePool(64, 4))
-
-
-def test_an_object_that_is_not_a_pool_is_refused(call):
-    refused(call, TypeError, "pool", pool=[1, 2, 3])
-
-
-@pytest.mark.parametrize("name", ["block_tables", "seq_lens"])
-@pytest.mark.parametrize("dtype", [np.uint64, np.uint32, np.int16, np.float32, np.float64, ">i8", "M8[s]"])
-def test_tables_of_another_dtype(call, name, dtype):
-    refused(call, TypeError, name, **{name: lambda array: np.zeros(array.shape, dtype)})
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.complex64, np.uint8])
-def test_q_of_another_dtype(call, dtype):
-    refused(call, TypeError, "q", q=lambda q: q.astype(dtype))
-
-
-@pytest.mark.parametrize(
-    "dtype", [np.float64, np.int32, np.uint32, np.int16, np.uint8, bool, ">f4", ">f2", ">u2", "S2", "M8[s]"]
-)
-def test_out_of_another_dtype(call, dtype):
-    refused(call, TypeError, ("out", "float32", "float16", "bfloat16"), out=np.zeros((3, 4, 16), dtype))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("q", (3, 64)),
-        ("q", (2, 4, 16)),
-        ("q", (3, 4, 8)),
-        ("q", (3, 4, 24)),
-        ("q", (3, 0, 16)),
-        ("q", (1, 3, 4, 16)),
-        ("block_tables", (15,)),
-        ("block_tables", (2, 5)),
-        ("block_tables", (3, 1)),
-        ("seq_lens", (2,)),
-        ("seq_lens", (3, 1)),
-        ("out", (3, 4, 8)),
-        ("out", (3, 4)),
-        ("out", (4, 3, 16)),
-    ],
-)
-def test_wrong_shapes(call, name, shape):
-    refused(call, ValueError, name, **{name: lambda array: np.ones(shape, array.dtype)})
-
-
-@pytest.mark.parametrize("heads", [1, 3, 5])
-def test_query_heads_that_are_not_a_multiple(call, heads):
-    refused(call, ValueError, str(heads), q=np.zeros((3, heads, 16), np.float32), out=None)
 
 
 def test_strides_that_kernels_cannot_walk(call):
@@ -348,88 +346,10 @@ def test_nothing_to_do_takes_arrays_without_elements(call):
     refused(call, ValueError, ("block_tables", 0), block_tables=no_width)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("window_left", -2, ValueError),
-        ("window_left", 1.5, TypeError),
-        ("logits_soft_cap", -1.0, ValueError),
-        ("logits_soft_cap", float("nan"), ValueError),
-        ("logits_soft_cap", 1e31, ValueError),
-        ("logits_soft_cap", 1e-31, ValueError),
-        ("alibi_slopes", np.ones(3, np.float32), ValueError),
-        ("alibi_slopes", np.ones((4, 1), np.float32), ValueError),
-        ("alibi_slopes", np.ones(4), TypeError),
-        ("sinks", np.zeros(5, np.float32), ValueError),
-        ("sinks", [0.0] * 4, TypeError),
-    ],
-)
-def test_a_variant_out_of_range(call, name, value, error):
-    refused(call, error, name, **{name: value})
-
-
-def test_neutral_variants_are_taken(call):
-    call(window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None)
-
-
-@pytest.mark.parametrize("sm_scale", [float("nan"), float("inf"), 1e39, 2.4e38, -2.4e38])
-def test_a_scale_that_float32_does_not_hold_in_base_2(call, sm_scale):
-    refused(call, ValueError, ("sm_scale", "-2e38", "2e38", sm_scale), sm_scale=sm_scale)
-
-
-@pytest.mark.parametrize("num_threads", [0, -1])
-def test_threads_below_one(call, num_threads):
-    refused(call, ValueError, "num_threads", num_threads=num_threads)
-
-
 def test_options_are_keywords_only(call):
     case = make_case(LAYOUT, 2, [1])
     with pytest.raises(TypeError):
         decode(*case.args, 1.0)
-
-
-@pytest.mark.parametrize("name", ["window_left", "num_threads", "layer"])
-def test_an_invalid_number_is_named(call, name):
-    refused(call, TypeError, (name, "integer", "str"), **{name: "1"})
-    refused(call, TypeError, (name, "integer", "ndarray"), **{name: np.zeros(3, np.int32)})
-
-
-@pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
-def test_a_factor_that_is_not_a_number_is_named(call, name):
-    refused(call, TypeError, (name, "number", "list"), **{name: []})
-
-
-def test_an_out_that_cannot_be_written_is_named(call):
-    refused(call, ValueError, ("out", "read-only"), out=np.broadcast_to(np.float32(0), (3, 2, 16)))
-
-
-@pytest.mark.parametrize(("name", "value"), [("layer", 2**70), ("num_threads", 10**30), ("window_left", -(2**70))])
-def test_the_refused_number_is_reported_as_given(call, name, value):
-    refused(call, ValueError, (name, value), **{name: value})
-
-
-@pytest.mark.parametrize("name", ["sm_scale", "logits_soft_cap"])
-def test_a_factor_that_no_float_holds_is_named(call, name):
-    refused(call, ValueError, (name, "float"), **{name: 10**400})
-
-
-@pytest.mark.parametrize("value", [None, 1, np.array(["exact", "bf16"])], ids=str)
-def test_an_arithmetic_that_is_not_a_name_is_refused(call, value):
-    refused(call, ValueError, ("arithmetic", "exact", "bf16", repr(value)), arithmetic=value)
-
-
-@pytest.mark.parametrize("value", [[0.0], "out", 1.0], ids=str)
-def test_an_out_that_is_not_an_array_is_named(call, value):
-    refused(call, TypeError, ("out", "float32", "float16", "bfloat16", type(value).__name__), out=value)
-
-
-@pytest.mark.parametrize("shape", [(), (3, 1, 1, 1)])
-def test_a_mask_of_other_dimensions(call, shape):
-    refused(call, ValueError, (1, 2, 3, len(shape)), custom_mask=np.ones(shape, bool))
-
-
-def test_one_dimension_is_singular(call):
-    refused(call, ValueError, ("seq_lens", 1, 2), seq_lens=np.zeros((3, 1), np.int32))
 
 
 def test_queries_that_no_memory_holds(call):
