@@ -7,28 +7,6 @@ from refusals import refuses
 from pagepool import BlockAllocator, InvalidBlock, PoolError, PoolExhausted
 
 
-def test_fresh_allocator_hands_out_ids_in_order():
-    allocator = BlockAllocator(5)
-    assert [allocator.allocate() for _ in range(2)] == [0, 1]
-    assert allocator.allocate_n(3).tolist() == [2, 3, 4]
-
-
-def test_most_recently_freed_comes_first():
-    allocator = BlockAllocator(6)
-    allocator.allocate_n(5)
-    allocator.free([1, 3])
-    assert [allocator.allocate() for _ in range(3)] == [3, 1, 5]
-    allocator.free([0, 2, 4])
-    assert allocator.allocate_n(3).tolist() == [4, 2, 0]
-
-
-def test_allocate_n_continues_from_freed_to_fresh_blocks():
-    allocator = BlockAllocator(6)
-    allocator.allocate_n(3)
-    allocator.free(1)
-    assert allocator.allocate_n(4).tolist() == [1, 3, 4, 5]
-
-
 def test_allocate_n_returns_int32_array():
     allocator = BlockAllocator(3)
     blocks = allocator.allocate_n(np.int64(2))
@@ -219,17 +197,6 @@ def test_ids_that_change_the_list_while_it_is_read():
     with refuses(ValueError, "changed"):
         allocator.free(blocks)
     assert allocator.in_use == 2
-
-
-def test_share_adds_references_and_each_wants_a_free():
-    allocator = BlockAllocator(3)
-    allocator.allocate_n(2)
-    allocator.share([0, 0, 1])
-    assert [allocator.ref_count(b) for b in range(3)] == [3, 2, 0]
-    allocator.free([0, 1, 0])
-    assert (allocator.in_use, allocator.ref_count(np.int16(0))) == (2, 1)
-    allocator.free([0, 1])
-    assert allocator.in_use == 0
 
 
 def test_counts():

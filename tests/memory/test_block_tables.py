@@ -7,7 +7,7 @@ import pytest
 from refusals import refuses
 
 import pagepool
-from pagepool import BlockAllocator, BlockTables, InvalidBlock, PagedSeqState, PoolExhausted, reference
+from pagepool import BlockAllocator, BlockTables, InvalidBlock, PagedSeqState, reference
 from pagepool.memory.block_tables import append_batch, release_batch
 
 
@@ -23,23 +23,6 @@ def sequences(allocator, *lengths, block_size=4, **options):
     for state, length in zip(states, lengths, strict=True):
         state.append(length)
     return states
-
-
-def test_fill_describes_the_batch(allocator):
-    tables = BlockTables(4, 5)
-    assert tables.fill(sequences(allocator, 6, 0, 9)) is tables
-    assert tables.block_tables.tolist() == [[0, 1, 0, 0, 0], [0, 0, 0, 0, 0], [2, 3, 4, 0, 0]]
-    assert tables.seq_lens.tolist() == [6, 0, 9]
-    assert tables.slot_mapping.tolist() == [5, 16]
-    assert tables.query_start_loc.tolist() == [0, 1, 1, 2]
-    assert [a.dtype for a in (tables.block_tables, tables.seq_lens, tables.query_start_loc)] == [np.int32] * 3
-    assert tables.slot_mapping.dtype == np.int64
-
-
-def test_fill_covers_the_last_tokens_of_each(allocator):
-    tables = BlockTables(4, 5).fill(sequences(allocator, 6, 3, 9), [3, 0, 9])
-    assert tables.slot_mapping.tolist() == [3, 4, 5, *range(12, 21)]
-    assert tables.query_start_loc.tolist() == [0, 3, 3, 12]
 
 
 def test_fill_takes_a_batch_of_the_scheduler(allocator):
@@ -156,48 +139,6 @@ def test_no_rows_or_no_width():
     assert tables.block_tables.shape == (1, 0) and tables.slot_mapping.shape == (0,)
 
 
-def test_append_batch_appends_to_all(allocator):
-    states = sequences(allocator, 6, 0, 4)
-    append_batch(states, [3, 0, 1])
-    assert [state.len for state in states] == [9, 0, 5]
-    assert [state.blocks for state in states] == [[0, 1, 3], [], [2, 4]]
-
-
-def test_append_batch_is_all_or_none(allocator):
-    states = sequences(allocator, 6, 4)
-    allocator.allocate_n(12)
-    with refuses(PoolExhausted, 2, 1, 16):
-        append_batch(states, [3, 1])
-    assert [state.len for state in states] == [6, 4] and allocator.free_count == 1
-    append_batch(states, [2, 1])
-    assert allocator.free_count == 0
-
-
-def test_append_batch_unshares(allocator):
-    [state] = sequences(allocator, 6)
-    child = state.fork()
-    append_batch([child, state], [1, 1])
-    assert (child.blocks, state.blocks) == ([0, 2], [0, 1])
-
-
-def test_append_batch_leaves_the_last_sharer_its_block(allocator):
-    [state] = sequences(allocator, 6)
-    states = [state, state.fork(), state.fork()]
-    allocator.allocate_n(12)
-    append_batch(states, [1, 1, 1])
-    assert [s.blocks for s in states] == [[0, 15], [0, 14], [0, 1]] or allocator.free_count == 0
-    assert len({s.blocks[1] for s in states}) == 3
-
-
-def test_append_batch_needs_no_block_for_the_last_sharer(allocator):
-    [state] = sequences(allocator, 6)
-    states = [state, state.fork()]
-    allocator.allocate_n(14)
-    with refuses(PoolExhausted, 1, 0, 16):
-        append_batch(states, [1, 1])
-    assert [s.len for s in states] == [6, 6]
-
-
 @pytest.mark.parametrize(
     "counts, error, words",
     [
@@ -229,13 +170,6 @@ def test_bad_states(allocator, call):
         call(None)
     assert [state.len for state in states] == [6, 4] and allocator.in_use == 3
     call([])
-
-
-def test_release_batch_frees_all(allocator):
-    states = sequences(allocator, 6, 0, 4)
-    states.append(states[0].fork())
-    release_batch(states)
-    assert [state.len for state in states] == [0] * 4 and allocator.in_use == 0
 
 
 def test_release_batch_is_all_or_none(allocator):

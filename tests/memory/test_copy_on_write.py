@@ -1,9 +1,8 @@
 """Copy-on-write: a fork that appends writes into a copied block, in every pool of the allocator."""
 
 import numpy as np
-import pytest
 
-from pagepool import BlockAllocator, KvCachePool, KvLayout, PagedSeqState, PoolExhausted
+from pagepool import BlockAllocator, KvCachePool, KvLayout, PagedSeqState
 from pagepool.memory.block_tables import append_batch
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float16")
@@ -72,28 +71,6 @@ def test_a_flat_pools_pages_are_copied_too():
     child = state.fork()
     child.append()
     assert child.blocks == [1] and pool.page(1).tolist() == [7] * 8
-
-
-def test_truncating_into_a_shared_block_and_appending():
-    pool = KvCachePool.from_layout(LAYOUT, 8)
-    parent = PagedSeqState(pool.allocator, block_size=4)
-    write(pool, parent.append(8), 1)
-    child = parent.fork()
-    child.truncate(6)
-    write(pool, child.append(2), 2)
-    assert (read(pool, parent), read(pool, child)) == ([1] * 8, [1] * 6 + [2] * 2)
-
-
-def test_a_failed_append_copies_nothing():
-    pool = KvCachePool.from_layout(LAYOUT, 3)
-    parent = PagedSeqState(pool.allocator, block_size=4)
-    write(pool, parent.append(6), 1)
-    child = parent.fork()
-    before = np.asarray(pool).copy()
-    with pytest.raises(PoolExhausted):
-        child.append(4)
-    np.testing.assert_array_equal(np.asarray(pool), before)
-    assert (read(pool, child), pool.free_pages) == ([1] * 6, 1)
 
 
 def test_a_batch_of_forks():

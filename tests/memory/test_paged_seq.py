@@ -37,34 +37,9 @@ def test_defaults(allocator):
     assert state.allocator is allocator
 
 
-def test_append_returns_slots_and_counts_tokens(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    slots = state.append(6)
-    assert slots.dtype == np.int64 and slots.tolist() == [0, 1, 2, 3, 4, 5]
-    assert state.append().tolist() == [6]
-    assert (state.len, state.context_len, state.blocks) == (7, 7, [0, 1])
-
-
-def test_slots_follow_the_table(allocator):
-    allocator.allocate_n(5)
-    allocator.free([3, 1])
-    state = PagedSeqState(allocator, block_size=3)
-    assert state.append(7).tolist() == [3, 4, 5, 9, 10, 11, 15]
-
-
 def test_append_nothing(allocator):
     state = PagedSeqState(allocator)
     assert state.append(0).shape == (0,) and state.len == 0 and state.blocks == []
-
-
-def test_ensure_capacity_reserves_once_and_keeps_the_length(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    for _ in range(2):
-        state.ensure_capacity(9)
-        assert (state.len, state.blocks) == (0, [0, 1, 2])
-    state.ensure_capacity(1)
-    assert state.blocks == [0, 1, 2]
-    assert state.append(10).tolist() == list(range(10)) and state.blocks == [0, 1, 2]
 
 
 @pytest.mark.parametrize("call", [lambda s: s.ensure_capacity(17), lambda s: s.append(12), lambda s: s.append(2**70)])
@@ -112,30 +87,6 @@ def test_a_wrong_argument_is_named_and_changes_nothing(allocator, call, error, w
     with refuses(error, *words):
         call(state)
     assert (state.len, state.blocks, allocator.in_use) == (3, [0], 1)
-
-
-def test_truncate_frees_the_tail_and_reserved_blocks(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    state.append(9)
-    state.ensure_capacity(20)
-    state.truncate(5)
-    assert (state.len, state.blocks, allocator.in_use) == (5, [0, 1], 2)
-    state.truncate(4)
-    assert state.blocks == [0]
-    with refuses(ValueError, 4, 5):
-        state.truncate(5)
-    state.truncate(0)
-    assert (state.len, state.blocks, allocator.in_use) == (0, [], 0)
-
-
-def test_release_frees_all_and_the_state_is_reusable(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    state.append(9)
-    state.ensure_capacity(32)
-    state.release()
-    assert (state.len, state.blocks, allocator.in_use) == (0, [], 0)
-    state.release()
-    assert state.append(4).shape == (4,) and allocator.in_use == 1
 
 
 def test_block_table_is_live_fixed_and_zero_padded(allocator):
@@ -187,43 +138,6 @@ def test_a_state_keeps_its_allocator():
     assert state.append(20).shape == (20,) and state.allocator.in_use == 2
 
 
-def test_fork_shares_only_blocks_with_tokens(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    state.append(6)
-    state.ensure_capacity(16)
-    child = state.fork()
-    assert (child.len, child.blocks, child.block_size, child.max_blocks_per_seq) == (6, [0, 1], 4, 8)
-    assert [allocator.ref_count(b) for b in range(4)] == [2, 2, 1, 1]
-    assert state.blocks == [0, 1, 2, 3]
-
-
-def test_fork_of_an_empty_state(allocator):
-    state = PagedSeqState(allocator)
-    state.ensure_capacity(3)
-    assert state.fork().blocks == []
-
-
-def test_adopting_shares_blocks_and_counts_their_tokens(allocator):
-    blocks = allocator.allocate_n(3)
-    state = PagedSeqState(allocator, block_size=4)
-    state.adopt(blocks)
-    assert (state.len, state.blocks, state.block_table[:4].tolist()) == (12, [0, 1, 2], [0, 1, 2, 0])
-    allocator.free(blocks)
-    assert allocator.in_use == 3
-    state.release()
-    assert allocator.in_use == 0
-    state.adopt([], 0)
-    assert state.len == 0
-
-
-def test_a_block_adopted_in_part_is_copied_before_it_is_written(allocator):
-    blocks = allocator.allocate_n(2)
-    state = PagedSeqState(allocator, block_size=4)
-    state.adopt(blocks, 5)
-    assert state.append(2).tolist() == [9, 10] and state.blocks == [0, 2]
-    assert [allocator.ref_count(b) for b in range(3)] == [2, 1, 1]
-
-
 @pytest.mark.parametrize(
     "blocks, num_tokens, error, words",
     [
@@ -250,34 +164,6 @@ def test_a_sequence_with_blocks_adopts_none(allocator):
     with refuses(ValueError, 1):
         state.adopt(allocator.allocate_n(1))
     assert state.blocks == [0] and allocator.ref_count(1) == 1
-
-
-def test_append_unshares_only_the_block_that_it_writes(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    state.append(6)
-    child = state.fork()
-    assert child.append(3).tolist() == [10, 11, 12]
-    assert (child.blocks, state.blocks) == ([0, 2, 3], [0, 1])
-    assert [allocator.ref_count(b) for b in range(4)] == [2, 1, 1, 1]
-    assert state.append().tolist() == [6], "the last holder writes in place"
-
-
-def test_append_at_a_block_border_unshares_nothing(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    state.append(4)
-    child = state.fork()
-    child.append()
-    assert (child.blocks, allocator.ref_count(0)) == ([0, 1], 2)
-
-
-def test_truncating_into_a_shared_block_unshares_at_the_next_append(allocator):
-    state = PagedSeqState(allocator, block_size=4)
-    state.append(8)
-    child = state.fork()
-    child.truncate(2)
-    assert (child.blocks, allocator.ref_count(0), allocator.ref_count(1)) == ([0], 2, 1)
-    assert child.append().tolist() == [2 * 4 + 2]
-    assert (child.blocks, state.blocks, allocator.ref_count(0)) == ([2], [0, 1], 1)
 
 
 def test_append_unshares_reserved_blocks_that_others_hold(allocator):
