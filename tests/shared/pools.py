@@ -71,7 +71,8 @@ def kill(child):
 def run_script(name, *arguments):
     """Run a script of this folder with the imported pagepool; return what it printed."""
     command = [sys.executable, str(Path(__file__).parent / name), *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1])}
+    paths = map(str, (Path(pagepool.__file__).parents[1], Path(__file__).parents[1]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done.stdout
