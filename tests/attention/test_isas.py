@@ -15,8 +15,8 @@ FOLDER = Path(__file__).parent
 # and those that check arguments, masks and tables above all with a part of their cases.
 KERNEL_TESTS = ["test_decode_bits.py", "test_block_scores.py", "test_merge.py", "test_page_conversion.py"]
 KERNEL_TESTS += ["../memory/test_append_runs.py", "../engine/test_sampling.py", "../integrations/test_elementwise.py"]
+KERNEL_TESTS += ["../integrations/test_linear_quantised.py"]
 IN_PART = ["test_prefill.py", "test_quantised.py", "test_head_dims.py", "test_arithmetic_bf16.py"]
-IN_PART += ["../integrations/test_linear_quantised.py"]
 ONLY_WHOLE = ["test_decode_accuracy.py", "test_decode_special.py", "test_decode_variants.py"]
 ONLY_WHOLE += ["test_several_queries.py", "test_any_call.py"]
 
