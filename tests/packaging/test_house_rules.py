@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,12 @@ def test_no_test_is_skipped_without_a_reason():
                 if name in {"pytest.skip", "pytest.mark.skip", "pytest.xfail", "pytest.mark.skipif"} and not given:
                     wrong.append(f"{name_of(path)}:{node.lineno}")
     assert not wrong
+
+
+def test_files_of_tests_have_different_names():
+    """pytest imports a test file by its name, without its folder."""
+    names = Counter(path.name for path in SOURCES if path.name.startswith("test_"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_the_version_is_in_one_place():
