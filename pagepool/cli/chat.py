@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ class Chat:
         Text of the system message.
     new_tokens : int
         Room for an answer, in tokens. Older turns are dropped to make this room.
+    special_tokens_in_texts : bool
+        As in `Encoder.encode_chat`.
     session : SessionFile or None
         Where the conversation was saved. It is saved there again when the input ends.
     """
@@ -49,11 +52,13 @@ class Chat:
         name: str,
         system: str | None,
         new_tokens: int,
+        special_tokens_in_texts: bool = False,
         session: SessionFile | None = None,
     ) -> None:
         require("--chat", "transformers", "jinja2")
         if getattr(engine.tokenizer, "chat_template", None) is None:
             raise UsageError(f"{name}: --chat needs a tokenizer with a chat template")
+        self._encode = partial(engine.encoder.encode_chat, special_tokens_in_texts=special_tokens_in_texts)
         self._engine, self._submit, self._name, self._new_tokens = engine, submit, name, new_tokens
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._turns: list[list[dict[str, str]]] = []  # pairs: the user's message and the answer
@@ -131,7 +136,7 @@ class Chat:
         turns = self._turns
         while True:
             messages = [*self._system, *(one for turn in turns for one in turn), message]
-            tokens = self._engine.encoder.encode_chat(messages)
+            tokens = self._encode(messages)
             if len(tokens) <= room or not turns:
                 return turns, tokens
             turns = turns[1:]

@@ -77,7 +77,9 @@ def run(options: argparse.Namespace) -> int:
         if options.chat:
             name = str(options.model or model_directory(None).name)
             new_tokens = options.max_new_tokens or DEFAULT_NEW_TOKENS
-            Chat(engine, partial(submit, engine, options=options), name, options.system, new_tokens, session).run()
+            answer = partial(submit, engine, options=options)
+            in_texts = options.special_tokens_in_texts
+            Chat(engine, answer, name, options.system, new_tokens, in_texts, session).run()
             return 0
         began = monotonic()
         outputs = generate(engine, prompts, options, session)

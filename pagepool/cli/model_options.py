@@ -101,6 +101,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:BYTES",
         help="limit for the --shared-pool of several models together, such as host:16G; idle pages move between them",
     )
+    add(
+        "--special-tokens-in-texts",
+        action="store_true",
+        help="let control tokens such as <|im_end|> in the texts of chat messages be control tokens",
+    )
     add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="maximum size of --store for a model, such as 20G")
 
 

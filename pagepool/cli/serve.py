@@ -232,6 +232,7 @@ class Serving:
             allowed_origins=options.allowed_origin,
             priorities=options.priorities,
             shows_cached_tokens=options.show_cached_tokens,
+            special_tokens_in_texts=options.special_tokens_in_texts,
         )
 
 

@@ -11,6 +11,7 @@ from threading import Semaphore
 from typing import Any
 
 from pagepool._arguments import integer
+from pagepool.engine.chat_text import ChatText
 from pagepool.errors import RequestRejected
 
 __all__ = ["MAX_TOKENIZERS", "TOO_LONG", "Detokenizer", "Encoder", "stop_token_ids_of"]
@@ -75,7 +76,7 @@ class Encoder:
         [0, 1, 2]
         """
         if isinstance(prompt, str):
-            self._check_size(prompt, max_tokens)
+            self._check_size(len(prompt), max_tokens)
             tokens = self._tokens_of(prompt, options)
         else:
             tokens = list(prompt)
@@ -89,8 +90,16 @@ class Encoder:
                 raise RequestRejected(str(error)) from None
         return tokens
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_tokens: int | None = None,
+        *,
+        special_tokens_in_texts: bool = False,
+    ) -> list[int]:
         """Return the token ids of a chat, including the header of the assistant's next message.
+
+        Text in a message that looks like a control token, such as `<|im_end|>`, becomes ordinary tokens.
 
         Parameters
         ----------
@@ -98,6 +107,8 @@ class Encoder:
             Messages for the tokenizer's chat template, each with "role" and "content".
         max_tokens : int, optional
             As in `encode`.
+        special_tokens_in_texts : bool
+            Let such text become control tokens, so that the author of a message can write turns of others.
 
         Returns
         -------
@@ -111,6 +122,10 @@ class Encoder:
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise RequestRejected("the model's tokenizer has no chat template")
+        self._check_size(sum(len(one.get("content") or ()) for one in messages), max_tokens)
+        mark = None
+        if not special_tokens_in_texts:
+            messages, mark = self._chat_text.mark(messages)
         try:
             with self._own_tokenizer() as tokenizer:
                 text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -118,15 +133,21 @@ class Encoder:
             raise
         except Exception as error:  # a template may raise any exception
             raise RequestRejected(f"the chat template refuses the messages: {str(error)[:200]}") from error
-        return self.encode(text, max_tokens, add_special_tokens=False)
+        if mark is None:
+            return self.encode(text, max_tokens, add_special_tokens=False)
+        self._check_size(len(text), max_tokens)
+        check_unicode(text)
+        with self._room:
+            return self.encode(self._chat_text.encode(text, mark))
+
+    @cached_property
+    def _chat_text(self) -> ChatText:
+        return ChatText(self.tokenizer)
 
     def _tokens_of(self, prompt: str, options: dict[str, Any]) -> list[int]:
         if self.tokenizer is None:
             raise TypeError("the prompt must be token ids without a tokenizer, not str")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise RequestRejected(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
+        check_unicode(prompt)
         with self._own_tokenizer() as tokenizer:
             found: list[int] = tokenizer(prompt, **options)["input_ids"]
         return found
@@ -150,13 +171,22 @@ class Encoder:
         vocabulary: dict[str, int] = getattr(self.tokenizer, "get_vocab", dict)()
         return max(map(len, vocabulary), default=None)
 
-    def _check_size(self, prompt: str, max_tokens: int | None) -> None:
-        if max_tokens is None or len(prompt) <= max_tokens or self._longest_token is None:
+    def _check_size(self, length: int, max_tokens: int | None) -> None:
+        """Raise `RequestRejected` if a text of `length` characters must have more than `max_tokens` tokens."""
+        if max_tokens is None or length <= max_tokens or self._longest_token is None:
             return
-        least = -(-len(prompt) // self._longest_token)
+        least = -(-length // self._longest_token)
         if least > max_tokens:
-            sentence = f"the prompt is too long: {len(prompt)} characters are at least {least} tokens"
+            sentence = f"the prompt is too long: {length} characters are at least {least} tokens"
             raise RequestRejected(f"{sentence}, the limit is {max_tokens}", TOO_LONG)
+
+
+def check_unicode(text: str) -> None:
+    """Raise `RequestRejected` if a text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestRejected(f"the prompt is not valid Unicode: character {error.start} is a surrogate") from None
 
 
 class Detokenizer:

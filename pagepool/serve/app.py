@@ -64,6 +64,7 @@ def create_app(
     allowed_origins: Iterable[str] | None = None,
     priorities: tuple[int, int] = (0, 0),
     shows_cached_tokens: bool = False,
+    special_tokens_in_texts: bool = False,
 ) -> Starlette:
     """Return an ASGI app that serves an engine. The caller closes the engine.
 
@@ -91,6 +92,8 @@ def create_app(
     shows_cached_tokens : bool
         Report in the usage how many tokens of the prompt were in the prefix cache. This tells a client something about
         the prompts of other clients.
+    special_tokens_in_texts : bool
+        As in `Encoder.encode_chat`.
 
     Returns
     -------
@@ -115,6 +118,8 @@ def create_app(
     the request id (from the header, or a new one), and the error names this id.
     """
     server = Server(engine, model, max_prompt_tokens, max_requests, timeout, priorities, shows_cached_tokens)
+    if special_tokens_in_texts:
+        server.encode_chat = partial(engine.encoder.encode_chat, special_tokens_in_texts=True)
     routes = [Route(path, getattr(server, one.handler), methods=[one.method]) for path, one in PATHS.items()]
     handlers: dict[Any, Any] = {
         RequestError: on_refusal,
@@ -170,6 +175,7 @@ class Server:
         self._texts = TokenTexts(engine.tokenizer)
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
         self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
+        self.encode_chat: Callable[..., list[int]] = engine.encoder.encode_chat
         self._places = Places(engine, max_requests)
         self._bodies = Bodies()
         self._stopping = asyncio.Event()
@@ -222,7 +228,7 @@ class Server:
             self._engine.encoder.encode, add_special_tokens=request.add_special_tokens
         )
         if request.is_chat:
-            encode = self._engine.encoder.encode_chat
+            encode = self.encode_chat
 
         async def work() -> Response:
             try:
@@ -370,7 +376,7 @@ class Server:
             reason = "it is shutting down" if self._engine.failure is None else "the engine has failed"
             raise RequestError(503, f"the server accepts no requests: {reason}")
         loop = asyncio.get_running_loop()
-        encode = self._engine.encoder.encode_chat if request.is_chat else self._engine.encoder.encode
+        encode = self.encode_chat if request.is_chat else self._engine.encoder.encode
         waiting = self._places.take(len(request.prompts) * request.n)
         try:
             prompts = []

@@ -28,7 +28,7 @@ def one_thread(monkeypatch):
 
 
 def generated(engine, asked, at_once):
-    """Return the results of these prompts, submitted one after another or at once."""
+    """Return the results of the prompts, submitted one after another or at once."""
     if at_once:
         running = [engine.submit(prompt, SamplingParams(12)) for prompt in asked]
         return [generation.result(SECONDS) for generation in running]
