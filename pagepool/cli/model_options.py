@@ -34,14 +34,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--model",
         type=file_name,
-        metavar="DIR",
-        help="directory of a model in transformers' format; default in a checkout: bench/tiny_llama",
+        metavar="PATH",
+        help="directory of a model in transformers' format, or a GGUF file; default in a checkout: bench/tiny_llama",
     )
     add(
         "--dtype",
         choices=DTYPES,
         default="auto",
         help="dtype of the weights; default: as stored, but float32 for float16",
+    )
+    add(
+        "--weights",
+        choices=("int8", "int4"),
+        help="quantise the linear layers when the model is loaded; default: the weights as they are",
     )
     add(
         "--kv-dtype",
@@ -121,7 +126,7 @@ def require(command: str, extra: str, *modules: str) -> None:
 
 
 def model_directory(name: str | None) -> Path:
-    """Return the directory of a model. Without a name: the tiny Llama. Raises `UsageError` if that is missing."""
+    """Return the path of a model. Without a name: the tiny Llama. Raises `UsageError` if that is missing."""
     if name is not None:
         return Path(name)
     if not (TINY_LLAMA / "model.safetensors").is_file():
@@ -135,12 +140,14 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
     """Load the model and open an engine with it. Raises `UsageError` if this fails."""
     folder = model_directory(options.model)
     require(command, "transformers", "torch", "transformers")
+    if folder.is_file():
+        require(command, "gguf", "gguf")
     from pagepool.engine import Engine  # imported late: other commands start faster without it
 
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if options.pool_bytes is not None and options.pool_bytes > memory:
         raise UsageError(f"--pool-bytes must be at most the machine's {memory} bytes, not {options.pool_bytes}")
-    weights = weights_of(folder, options)
+    digest = weights_of(folder, options)
     if options.threads is not None:
         import_module("torch").set_num_threads(options.threads)
         os.environ["PAGEPOOL_NUM_THREADS"] = str(options.threads)
@@ -156,7 +163,8 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             openmp=options.openmp,
             store=options.store,
             store_bytes=options.store_bytes,
-            weights=weights,
+            weights=options.weights,
+            weights_digest=digest,
             shared_pool=options.shared_pool,
             memory_budget=None if options.memory_budget is None else MemoryBudget(*options.memory_budget),
         )
@@ -213,10 +221,11 @@ def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
     """Return the lines that a server prints at its start: model, threads and memory."""
     runner, cpu = engine.runner, cpu_info()
     model = runner.model
-    parameters = sum(weight.numel() for weight in model.parameters())
-    found = [
-        f"model    {type(model).__name__} of {parameters / 1e6:,.1f}M parameters, {str(model.dtype).rpartition('.')[2]}"
-    ]
+    sizes = (getattr(module, "num_weights", 0) for module in model.modules())  # of quantised layers
+    parameters = sum(weight.numel() for weight in model.parameters()) + sum(sizes)
+    dtype, quantised = str(model.dtype).rpartition(".")[2], getattr(model, "_pagepool_weights", None)
+    kind = dtype if quantised is None else f"{quantised} weights, {dtype}"
+    found = [f"model    {type(model).__name__} of {parameters / 1e6:,.1f}M parameters, {kind}"]
     found.append(
         f"threads  {import_module('torch').get_num_threads()} of torch, {cpu['num_threads']} of attention, {cpu['isa']}"
     )

@@ -84,7 +84,10 @@ class Engine(Intake):
         kept recurrent states to it.
     store_bytes : int, optional
         Limit in bytes of the store for this model. Required with `store`.
-    weights : str, optional
+    weights : {"int8", "int4"}, optional
+        Quantise the linear layers of the model and free their own weights, as for `ModelRunner`. Default: the weights
+        of the model as they are.
+    weights_digest : str, optional
         A digest of the weights, for the store or the shared pool, as `weights_digest` returns it. Default: the engine
         reads all weights.
     shared_pool : str or int, optional
@@ -149,6 +152,7 @@ class Engine(Intake):
         store: str | Path | None = None,
         store_bytes: int | None = None,
         weights: str | None = None,
+        weights_digest: str | None = None,
         shared_pool: str | int | None = None,
         memory_budget: MemoryBudget | None = None,
     ) -> None:
@@ -158,14 +162,19 @@ class Engine(Intake):
             raise ValueError(f"memory_budget {memory_budget.name!r} needs a shared_pool with a name")
         config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
         self.runner = model
-        if not hasattr(model, "run"):
+        if hasattr(model, "run"):
+            if weights is not None:
+                raise ValueError(f"weights {weights!r} are for a model of transformers, not for a runner")
+        else:
             from pagepool.integrations.transformers import ModelRunner
 
             options: dict[str, Any] = {"max_sequences": config.max_sequences, "pack_weights": pack_weights}
             if config.block_size is not None:
                 options["block_size"] = config.block_size
             if shared_pool is not None:
-                options |= {"shared": shared_pool, "weights": weights, "budget": memory_budget}
+                options |= {"shared": shared_pool, "weights_digest": weights_digest, "budget": memory_budget}
+            if weights is not None:
+                options["weights"] = weights
             self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **options)
         super().__init__(
             tokenizer,
@@ -176,7 +185,7 @@ class Engine(Intake):
             is_exact=self.runner.groups is None,
             sampling_defaults=sampling_defaults_of(self.runner.model),
         )
-        self.store = None if store is None else self.runner.open_store(store, store_bytes, weights)
+        self.store = None if store is None else self.runner.open_store(store, store_bytes, weights_digest)
         options = {} if self.store is None else {"store": self.store}
         self.prefix_cache = self.runner.new_prefix_cache(prefix_events, **options) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
@@ -190,6 +199,36 @@ class Engine(Intake):
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
         atexit.register(self.close)  # the interpreter must not exit while the thread runs the model
         self._thread.start()
+
+    @classmethod
+    def from_gguf(cls, path: str | Path, dtype: str = "auto", **options: Any) -> Engine:
+        """Return an engine for the model and tokenizer of a GGUF file. Needs the extras `transformers` and `gguf`.
+
+        Parameters
+        ----------
+        path : path
+            The file. Its quantised weights stay as they are.
+        dtype : str
+            Dtype of activations and other weights, as for `load_pretrained`.
+        **options
+            Arguments of `Engine`.
+
+        Raises
+        ------
+        ValueError
+            The file is damaged or not supported (`ModelError`), or `Engine` raises it.
+
+        Examples
+        --------
+        >>> with Engine.from_gguf("SmolLM2-135M-Instruct.Q4_1.gguf") as engine:  # doctest: +SKIP
+        ...     print(engine.submit("The capital of France is", SamplingParams(max_new_tokens=8)).result().text)
+        """
+        from pagepool.integrations.transformers.pretrained import load_pretrained
+
+        if not Path(path).is_file():
+            raise ValueError(f"{path}: there is no such file")
+        model, tokenizer = load_pretrained(path, dtype)
+        return cls(model, tokenizer, **options)
 
     def _submit(self, request: Request, num_generated: int = 0, **options: Any) -> Generation:
         """Queue a checked request.

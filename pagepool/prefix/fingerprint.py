@@ -131,13 +131,13 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def weights_digest(folder: str | Path, known: str | Path | None = None) -> str:
-    """Return a digest of all bytes of the weights in a directory, of their index, and of config.json.
+    """Return a digest of all bytes of the weights in a directory, of their index, and of config.json; or of a file.
 
     Parameters
     ----------
     folder : path
         Has config.json and weights (`*.safetensors`, `*.bin`, and the shards that an `*.index.json` names, also in
-        other directories), as `save_pretrained` writes them.
+        other directories), as `save_pretrained` writes them. Or a GGUF file.
     known : path or None
         A file that remembers the digests of large files, so that only new files are read. It is used only if nobody but
         this user can change it or its directory. None: every file is read.
@@ -156,7 +156,9 @@ def weights_digest(folder: str | Path, known: str | Path | None = None) -> str:
     that changed less than 5 s ago is not remembered: it can change again within the resolution of its times.
     """
     place = Path(folder)
-    names = _names_of_weights(place)
+    is_file = place.is_file()
+    names = [place.name] if is_file else _names_of_weights(place)
+    place = place.parent if is_file else place
     memory = _Memory(None if known is None else Path(known))
     whole = blake2b(digest_size=16)
     for name in names:

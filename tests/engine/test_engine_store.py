@@ -26,7 +26,7 @@ def test_an_engine_finds_the_prompts_of_the_engine_before_it(tmp_path):
             assert [tokens for tokens, _ in found] == wanted
             assert [cached for _, cached in found][:2] == ([40, 28] if number else [0, 0])
             engine.check()
-    with Engine(FakeRunner(), store=tmp_path, store_bytes=STORE_BYTES, weights="others") as engine:
+    with Engine(FakeRunner(), store=tmp_path, store_bytes=STORE_BYTES, weights_digest="others") as engine:
         assert answers(engine, prompts)[0][1] == 0
 
 

@@ -20,7 +20,7 @@ from transformers.models.mistral import modeling_mistral
 from transformers.models.qwen2 import modeling_qwen2
 
 from pagepool.integrations.transformers.elementwise import lookup_mul, rms_norm, rotate
-from pagepool.integrations.transformers.linear import PackedLayer, PackedLinears
+from pagepool.integrations.transformers.linear import FusedLayer, PackedLinears
 from pagepool.integrations.transformers.step import current_step
 
 __all__ = ["fused_forwards"]
@@ -117,13 +117,14 @@ class Norm:
 class Mlp:
     """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`, with gate and up as one packed layer."""
 
-    def __init__(self, gate_and_up: PackedLayer, down: PackedLayer, table: torch.Tensor) -> None:
+    def __init__(self, gate_and_up: FusedLayer, down: FusedLayer, table: torch.Tensor) -> None:
         self._gate_and_up, self._down, self._table = gate_and_up.run, down.run, table
         self._size = gate_and_up.linears[0].out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result for rows."""
         both = self._gate_and_up(x)
+        require_bf16(both)
         size, gate = self._size, both.data_ptr()
         out = both.new_empty((*both.shape[:-1], size))
         rows, threads = both.numel() // (2 * size), torch.get_num_threads()
@@ -134,7 +135,7 @@ class Mlp:
 class Attention:
     """Attention with rotary embeddings over pages, with q, k and v as one packed layer."""
 
-    def __init__(self, module: Any, qkv: PackedLayer, output: PackedLayer) -> None:
+    def __init__(self, module: Any, qkv: FusedLayer, output: FusedLayer) -> None:
         self.module = module
         self._qkv, self._output = qkv.run, output.run
         self._dim, self._layer_idx = module.head_dim, module.layer_idx
@@ -154,7 +155,7 @@ class Attention:
         dim, queries = self._dim, self._query_heads
         rotated = queries + self._key_heads
         cos, sin = (part.expand(batch, count, dim).contiguous() for part in position_embeddings)
-        require_bf16(cos, sin)
+        require_bf16(qkv, cos, sin)
         rows, threads = batch * count, torch.get_num_threads()
         rotate(qkv.data_ptr(), width, cos.data_ptr(), sin.data_ptr(), rows, rotated, dim, threads)
         heads = qkv.view(batch, count, -1, dim).transpose(1, 2)
@@ -233,7 +234,7 @@ def is_norm(module: Any) -> bool:
     return type(weight) is torch.nn.Parameter and weight.dtype is torch.bfloat16 and weight.is_contiguous()
 
 
-def layer_of(packed: PackedLinears, *linears: Any) -> PackedLayer | None:
+def layer_of(packed: PackedLinears, *linears: Any) -> FusedLayer | None:
     """Return the packed layer of exactly these linear layers, in this order. None without such a layer in bfloat16."""
     for layer in packed.layers:
         if [*map(id, layer.linears)] == [*map(id, linears)]:

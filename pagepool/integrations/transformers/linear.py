@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pagepool.integrations.transformers.elementwise import has_linear_few, linear_few
+from pagepool.integrations.transformers.elementwise import QuantisedWeights, has_linear_few, linear_few
+from pagepool.integrations.transformers.quantised import QuantisedLinear, product
 
-__all__ = ["PackedLinears", "packs"]
+__all__ = ["FusedLayer", "PackedLinears", "packs"]
 
 PACK = torch.ops.mkldnn._reorder_linear_weight
 RUN = torch.ops.mkldnn._linear_pointwise
@@ -46,15 +47,70 @@ def packs(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-class PackedLayer:
+class FusedLayer:
+    """Linear layers with the same input, which one call computes.
+
+    Attributes
+    ----------
+    linears : sequence of torch.nn.Module
+        The layers.
+    """
+
+    def __init__(self, linears: Sequence[Any]) -> None:
+        self.linears = linears
+        self._sizes = [linear.out_features for linear in linears]
+        self._input: torch.Tensor | None = None
+        self._parts: tuple[torch.Tensor, ...] = ()
+        self._left = 0  # results of the fused layers that were not returned yet
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the results of all layers, concatenated in the last dimension."""
+        raise NotImplementedError
+
+    def part(self, place: int, x: torch.Tensor) -> torch.Tensor:
+        """Return the result of one layer. The first layer that gets `x` computes the results of all layers."""
+        if self._input is not x:
+            self._input, self._parts, self._left = x, self.run(x).split(self._sizes, -1), len(self._sizes)
+        part = self._parts[place]
+        self._left -= 1
+        if not self._left:
+            self._input, self._parts = None, ()
+        return part
+
+    def forwards(self) -> Iterable[tuple[torch.nn.Module, Callable[[torch.Tensor], torch.Tensor]]]:
+        """Yield each layer with its forward."""
+        for place, linear in enumerate(self.linears):
+            yield linear, self._forward(place, linear)
+
+    def _forward(self, place: int, linear: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self.run if len(self.linears) == 1 else lambda x: self.part(place, x)
+
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError if a weight was changed since the layer was made."""
+
+    def restore(self) -> None:
+        """Restore the weights of the layers if they were dropped."""
+
+
+class QuantisedLayer(FusedLayer):
+    """Quantised layers with the same input. Their weights stay in the layers."""
+
+    def __init__(self, linears: Sequence[QuantisedLinear]) -> None:
+        super().__init__(linears)
+        self._weights = QuantisedWeights(linears[0].in_features, [linear.address() for linear in linears])
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the results of all layers, concatenated in the last dimension."""
+        return product(self._weights, x)
+
+
+class PackedLayer(FusedLayer):
     """Linear layers with the same input, fused to one layer with packed weights.
 
     Up to `few_rows` rows are computed by our kernel, more by oneDNN.
 
     Attributes
     ----------
-    linears : sequence of torch.nn.Linear
-        The layers.
     weights : list of torch.nn.Parameter or None
         The original weights of the layers, or None after `drop`.
     few_rows : int
@@ -62,10 +118,9 @@ class PackedLayer:
     """
 
     def __init__(self, linears: Sequence[torch.nn.Linear]) -> None:
-        self.linears = linears
+        super().__init__(linears)
         self.weights: list[torch.nn.Parameter] | None = [linear.weight for linear in linears]
         self._versions = [version_of(weight) for weight in self.weights]
-        self._sizes = [linear.out_features for linear in linears]
         weights = [weight.detach() for weight in self.weights]
         self._packed = PACK(weights[0] if len(weights) == 1 else torch.cat(weights), ROWS[-1])
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
@@ -73,9 +128,6 @@ class PackedLayer:
         self._inputs, self._outputs = linears[0].in_features, sum(self._sizes)
         self._address = torch.ops.mkldnn.data_ptr(self._packed)
         self.few_rows = FEW_ROWS if self._suits_few() else 0
-        self._input: torch.Tensor | None = None
-        self._parts: tuple[torch.Tensor, ...] = ()
-        self._left = 0  # results of the fused layers that were not returned yet
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Return the results of all layers, concatenated in the last dimension."""
@@ -102,23 +154,8 @@ class PackedLayer:
             return False
         return bool(torch.ops.mkldnn._nbytes(self._packed) == 2 * outputs * self._inputs)
 
-    def part(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the result of one layer. The first layer that gets `x` computes the results of all layers."""
-        if self._input is not x:
-            self._input, self._parts, self._left = x, self.run(x).split(self._sizes, -1), len(self._sizes)
-        part = self._parts[place]
-        self._left -= 1
-        if not self._left:
-            self._input, self._parts = None, ()
-        return part
-
-    def forwards(self) -> Iterable[tuple[torch.nn.Linear, Callable[[torch.Tensor], torch.Tensor]]]:
-        """Yield each layer with its forward over packed weights."""
-        for place, linear in enumerate(self.linears):
-            yield linear, self._forward(place, linear)
-
     def _forward(self, place: int, linear: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        part = self.run if len(self.linears) == 1 else lambda x: self.part(place, x)
+        part = super()._forward(place, linear)
         least = LEAST_ROWS[linear.weight.dtype] * linear.in_features
         if self.weights is None or not least:
             return part
@@ -238,7 +275,7 @@ class PackedLinears:
     """
 
     def __init__(self, model: torch.nn.Module, tokens: torch.Tensor, fuses: bool, drops: bool) -> None:
-        self._layers: list[PackedLayer] = []
+        self._layers: list[FusedLayer] = []
         few_rows: dict[Any, int | None] = {}  # by shape
         needed = weights_in_use(model) if drops else set()
         with torch.inference_mode(False), torch.no_grad():
@@ -247,6 +284,9 @@ class PackedLinears:
                 groups = [[linear] for group in groups for linear in group]
             while groups:
                 group = groups.pop(0)
+                if isinstance(group[0], QuantisedLinear):
+                    self._layers.append(QuantisedLayer(group))
+                    continue
                 layer = PackedLayer(group)
                 shape = tuple((linear.weight.shape, linear.weight.dtype, linear.bias is None) for linear in group)
                 if shape not in few_rows:
@@ -263,13 +303,14 @@ class PackedLinears:
         self.forwards = dict(pair for layer in self._layers for pair in layer.forwards())
 
     @property
-    def layers(self) -> Sequence[PackedLayer]:
-        """The packed layers."""
+    def layers(self) -> Sequence[FusedLayer]:
+        """The packed layers, and quantised ones."""
         return self._layers
 
     def weight_of(self, linear: torch.nn.Module) -> torch.Tensor:
         """Return a copy of the weight of a packed layer, computed from the packed weight."""
-        layer = next(layer for layer in self._layers if linear in layer.linears)
+        packed = [layer for layer in self._layers if isinstance(layer, PackedLayer)]
+        layer = next(layer for layer in packed if linear in layer.linears)
         return layer.unpacked()[list(layer.linears).index(linear)]
 
     def require_unchanged(self) -> None:
@@ -292,14 +333,14 @@ def weights_in_use(model: torch.nn.Module) -> set[int]:
     return {weight for weight, count in found.items() if count > 1} | {id(module.weight) for module in latent}
 
 
-def layers_by_input(model: torch.nn.Module, tokens: torch.Tensor) -> list[list[torch.nn.Linear]]:
-    """Return the linear layers that the model calls, in order, grouped by their input.
+def layers_by_input(model: torch.nn.Module, tokens: torch.Tensor) -> list[list[Any]]:
+    """Return the linear and quantised layers that the model calls, in order, grouped by their input.
 
     Layers are in one group only if the input is not written to between their calls.
     """
-    calls: list[tuple[torch.nn.Linear, torch.Tensor, int]] = []
+    calls: list[tuple[Any, torch.Tensor, int]] = []
 
-    def note(linear: torch.nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
+    def note(linear: Any, args: tuple[torch.Tensor, ...]) -> None:
         calls.append((linear, args[0], version_of(args[0])))  # holding the input prevents reuse of its id
 
     handles = [linear.register_forward_pre_hook(note) for linear in model.modules() if can_be_packed(linear)]
@@ -309,9 +350,9 @@ def layers_by_input(model: torch.nn.Module, tokens: torch.Tensor) -> list[list[t
         for handle in handles:
             handle.remove()
     times = Counter(linear for linear, _, _ in calls)
-    groups: dict[Any, list[torch.nn.Linear]] = {}
+    groups: dict[Any, list[Any]] = {}
     for linear, x, version in calls:
-        key: Any = (id(x), version, linear.weight.dtype, linear.bias is None)
+        key: Any = (id(x), version, type(linear), linear.weight.dtype, linear.bias is None)
         if times[linear] > 1:
             key = linear
         group = groups.setdefault(key, [])
@@ -321,7 +362,9 @@ def layers_by_input(model: torch.nn.Module, tokens: torch.Tensor) -> list[list[t
 
 
 def can_be_packed(module: torch.nn.Module) -> bool:
-    """Return whether a module is `torch.nn.Linear` with a plain weight, without hooks or a replaced forward."""
+    """Return whether a module is a `QuantisedLinear`, or `torch.nn.Linear` with a plain weight and without hooks."""
+    if type(module) is QuantisedLinear:
+        return True
     if type(module) is not torch.nn.Linear or "forward" in vars(module):
         return False
     weight = module.weight

@@ -1,4 +1,7 @@
-"""Loads a model and its tokenizer from a directory in transformers' format. Needs the extra `transformers`."""
+"""Loads a model and its tokenizer from a directory in transformers' format, or from a GGUF file.
+
+Needs the extra `transformers`, and `gguf` for a GGUF file.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,21 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class ModelError(ValueError):
-    """The directory does not contain a model that can be loaded."""
+    """The directory or file does not contain a model that can be loaded."""
 
 
 def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, Any]:
-    """Load a causal language model and its tokenizer from a directory. Nothing is downloaded.
+    """Load a causal language model and its tokenizer from a directory or a GGUF file. Nothing is downloaded.
 
     Parameters
     ----------
     directory : path
-        Directory with config.json, weights in safetensors and a tokenizer, as `save_pretrained` writes them.
+        Directory with config.json, weights in safetensors and a tokenizer, as `save_pretrained` writes them. Or a GGUF
+        file with weights in Q8_0, Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, BF16, F16 or F32.
     dtype : {"auto", "float32", "bfloat16", "float16"}
         Dtype of the weights. "auto": the dtype in the file, but float32 for a file in float16, because CPUs compute
-        slowly in float16.
+        slowly in float16. For a GGUF file with quantised weights this is the dtype of activations and of the other
+        weights, "auto": bfloat16.
 
     Returns
     -------
@@ -38,11 +43,13 @@ def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, An
     ModelError
         A file is missing, truncated or not supported by transformers. The message is one sentence.
     ImportError
-        torch or transformers is not installed.
+        torch, transformers or gguf is not installed.
     """
     if dtype not in DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     folder = Path(directory)
+    if folder.is_file():
+        return _load_gguf(folder, dtype)
     config = _read_config(folder)
     import_module("torch")  # transformers can be imported without torch, and its later error is less clear
     transformers = import_module("transformers")
@@ -63,10 +70,23 @@ def load_pretrained(directory: str | Path, dtype: str = "auto") -> tuple[Any, An
     return model.eval(), tokenizer
 
 
+def _load_gguf(path: Path, dtype: str) -> tuple[Any, Any]:
+    import_module("torch")
+    import_module("transformers").logging.set_verbosity_error()
+    import_module("gguf")
+    module = import_module("pagepool.integrations.transformers.gguf_file")
+    try:
+        loaded: tuple[Any, Any] = module.load_gguf(path, dtype)
+    except Exception as error:  # transformers, tokenizers and numpy have different error types
+        reason = "" if isinstance(error, module.GgufError) else f"cannot be loaded: {type(error).__name__}: "
+        raise ModelError(f"{path}: {reason}{_first_line(error)}") from error
+    return loaded
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of config.json. Raises `ModelError` if the directory cannot contain a model."""
     if not folder.is_dir():
-        raise ModelError(f"{folder}: there is no such directory")
+        raise ModelError(f"{folder}: there is no such directory or file")
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

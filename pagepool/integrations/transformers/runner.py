@@ -15,6 +15,7 @@ from pagepool.attention.decode import auto_arithmetic
 from pagepool.config import SchedulerConfig
 from pagepool.integrations.transformers.linear import packs
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
+from pagepool.integrations.transformers.quantised import quantisation_of, quantise_linears, require_kind
 from pagepool.integrations.transformers.storing import model_fingerprint, shared_fingerprint
 from pagepool.integrations.transformers.trial import pack_linears, try_out
 from pagepool.memory.allocator import BlockAllocator
@@ -68,9 +69,13 @@ class ModelRunner:
         shape and no recurrent states.
     budget : MemoryBudget or None
         A limit in bytes for the shared pools of several models. By default the pool may have all of it.
-    weights : str or None
+    weights_digest : str or None
         A digest of the weights for the fingerprint of a shared pool, such as `weights_digest` returns. None: every
         weight is read.
+    weights : str or None
+        "int8" or "int4": the linear layers of the model are quantised, in groups of 32 inputs, and their own weights
+        are freed. A decode step then reads a half or 0.31 of the bytes of 16-bit weights. The output layer, and an
+        embedding that is tied to it, are always int8. The model stays quantised after `close`.
     arithmetic : str
         The arithmetic of attention: "exact", "bf16x2", "bf16" or "auto", as in `decode`. "auto" is "bf16x2" for a model
         in 16 bits with pages in bfloat16 on a CPU with AMX, otherwise "exact". Runners share pages through stores and
@@ -134,8 +139,9 @@ class ModelRunner:
         pack_weights: bool | str = False,
         arithmetic: str = "auto",
         shared: str | int | None = None,
-        weights: str | None = None,
+        weights_digest: str | None = None,
         budget: MemoryBudget | None = None,
+        weights: str | None = None,
     ) -> None:
         if pack_weights not in (True, False, "only", "auto"):
             raise ValueError(f"pack_weights must be True, False, 'only' or 'auto', not {pack_weights!r}")
@@ -143,6 +149,7 @@ class ModelRunner:
             raise ValueError(f"give pool_bytes, {pool_bytes}, or num_blocks, {num_blocks}, not both")
         max_sequences = integer("max_sequences", max_sequences, 1)
         self._paged_forward = try_out(model)
+        require_kind(model, weights)
         self._lock = Lock()
         layout = self._paged_forward.layout
         self.model = model
@@ -166,12 +173,16 @@ class ModelRunner:
         elif num_blocks is None:
             length = min(self.max_model_len or DEFAULT_LENGTH, DEFAULT_LENGTH)
             num_blocks = max_sequences * len(layout.groups) * -(-length // block_size)
-        text = "" if shared is None else shared_fingerprint(model, block_size, weights, self.arithmetic)
+        text = ""
+        if shared is not None:
+            text = shared_fingerprint(model, block_size, weights_digest, self.arithmetic, weights)
         self._memory = ModelMemory(
             layout, num_blocks, dtype, block_size, max_sequences, self.arithmetic, shared, text, budget
         )
+        quantise_linears(model, weights)
         if pack_weights == "auto":
-            pack_weights = "only" if model.dtype is torch.bfloat16 and packs(model.dtype) else False
+            is_faster = packs(model.dtype) or quantisation_of(model) is not None
+            pack_weights = "only" if model.dtype is torch.bfloat16 and is_faster else False
         self._give_back_weights: Any = None
         if pack_weights:
             packed = pack_linears(self._paged_forward, drops=pack_weights == "only")

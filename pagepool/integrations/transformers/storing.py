@@ -11,6 +11,7 @@ import torch
 
 from pagepool.config import StateLayout
 from pagepool.integrations.transformers.linear import PackedLinears
+from pagepool.integrations.transformers.quantised import quantisation_of
 from pagepool.memory.kv_pool import KvCachePool
 from pagepool.memory.shared_files import MOST_FINGERPRINT
 from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
@@ -28,6 +29,7 @@ def model_fingerprint(
     packed: PackedLinears | None = None,
     states: StateLayout | None = None,
     arithmetic: str = "exact",
+    quantised: str | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a model's pages.
 
@@ -51,8 +53,11 @@ def model_fingerprint(
         The recurrent states of a sequence, for a model that has some.
     arithmetic : str
         The arithmetic of attention, as in `decode`.
+    quantised : str or None
+        How the linear layers will be quantised. None: as they are.
     """
     adapters = _digest_of_adapters(model)
+    quantised = quantised or quantisation_of(model)
     config = {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_PAGES}
     return fingerprint_of(
         pools,
@@ -64,6 +69,7 @@ def model_fingerprint(
         dtype=str(model.dtype),
         arithmetic=arithmetic,
         **({"adapters": adapters} if adapters else {}),
+        **({} if quantised is None else {"quantised": quantised}),
     )
 
 
@@ -89,9 +95,11 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | float | int)
 
 
-def shared_fingerprint(model: Any, block_size: int, weights: str | None, arithmetic: str) -> str:
+def shared_fingerprint(
+    model: Any, block_size: int, weights: str | None, arithmetic: str, quantised: str | None = None
+) -> str:
     """Return the fingerprint of a shared pool of this model: `model_fingerprint` as text, or its digest if too long."""
-    found = model_fingerprint(model, (), block_size, weights, arithmetic=arithmetic)
+    found = model_fingerprint(model, (), block_size, weights, arithmetic=arithmetic, quantised=quantised)
     is_short = len(found.text.encode()) <= MOST_FINGERPRINT
     return found.text if is_short else json.dumps({"weights": weights, "digest": found.digest.hex()})
 
