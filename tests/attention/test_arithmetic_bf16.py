@@ -186,34 +186,6 @@ def test_several_queries_are_within_the_bound(kind, dims):
 
 @both
 @every_page
-def test_neither_threads_nor_batch_nor_heads_change_the_bits(arithmetic, dtype):
-    case = make_case(layout_of(dtype=dtype), 9, LENGTHS)
-    options = {"return_lse": True, "return_block_scores": True, "arithmetic": arithmetic}
-    expected = case.decode(num_threads=1, **options)
-    for num_threads in range(2, 9):
-        assert_same_bits(case.decode(num_threads=num_threads, **options), expected)
-    for order in ([6, 2, 2, 0], [4], range(len(LENGTHS))[::-1]):
-        assert_same_bits(case.rows(list(order)).decode(**options), [part[list(order)] for part in expected])
-    for count in range(1, 9):
-        chosen = [*range(9 - count, 9), *range(18 - count, 18)]
-        assert_same_bits(case.heads(chosen).decode(**options), [part[:, chosen] for part in expected])
-
-
-@both
-@every_page
-def test_the_block_size_does_not_change_the_bits(arithmetic, dtype):
-    lengths, expected = [1, 47, 512, 1300], None
-    kv = random_kv(layout_of(2, 72), lengths)
-    for block_size in (16, 1, 3, 17, 48, 500, 1024):
-        case = make_case(layout_of(2, 72, block_size, dtype), 3, lengths, kv=kv)
-        case.q[:] = np.random.default_rng(4).standard_normal(case.q.shape, np.float32)
-        got = case.decode(return_lse=True, arithmetic=arithmetic)
-        expected = expected or got
-        assert_same_bits(got, expected)
-
-
-@both
-@every_page
 def test_scores_of_blocks_are_the_weights_that_were_used(arithmetic, dtype):
     case = make_case(layout_of(2, 24, dtype=dtype), 3, [700, 33])
     out, scores = case.decode(return_block_scores=True, arithmetic=arithmetic)
@@ -358,6 +330,7 @@ def test_a_scale_of_any_sign_follows_the_canonical_order():
         assert_canonical(case, {"sm_scale": sm_scale, "arithmetic": "bf16x2"})
 
 
+@pytest.mark.one_in(1)  # AMX computes a chunk with such values query by query, in few of the cases
 @both
 @every_page
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -110,7 +110,7 @@ def test_instructions_of_amx_have_the_bits_of_vectors(run_on):
     assert emulated == run_on(ISAS[0], "variants.c", step)
 
 
-@pytest.mark.parametrize("isa", FEW)
+@pytest.mark.parametrize("isa", ISAS)
 def test_every_pair_of_dtypes_is_right_with_the_same_bits_wherever_there_is_fma(isa, run_on):
     step = 1 if WHOLE else 4
     bits = run_on(isa, "quantised.c", step)
