@@ -178,7 +178,8 @@ class Core:
                 each.check()
         ours.checkpoints.check()
         self.both(lambda side, i: [counts(allocator, 48) for allocator in side.allocators])
-        self.both(lambda side, i: [(one.capacity, one.available) for one in side.allocators])
+        for name in ("capacity", "available", "free_count", "in_use"):
+            self.both(lambda side, i, name=name: [getattr(one, name) for one in side.allocators])
         self.both(lambda side, i: [owners(side.allocator, block) for block in range(side.allocator.capacity)])
         self.both(lambda side, i: (side.cache.num_cached, side.cache.evictable))
         self.both(lambda side, i: sorted(side.cache.references()))

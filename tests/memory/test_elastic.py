@@ -6,10 +6,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from refusals import refuses
-from share import examples
 
 from pagepool import (
     BlockAllocator,
@@ -187,56 +184,3 @@ def test_pages_allocated_by_other_threads_keep_their_contents():
         thread.join()
     assert not lost and pool.allocator.in_use == 0
     pool.allocator.check()
-
-
-class ElasticMachine(RuleBasedStateMachine):
-    """Any order of calls gives the same results on pagepool and the reference."""
-
-    @initialize(blocks=st.integers(0, 6), more=st.integers(0, 6))
-    def start(self, blocks, more):
-        self.sides = [kind(blocks, blocks + more) for kind in (BlockAllocator, reference.BlockAllocator)]
-        self.held = []
-
-    def both(self, call):
-        answers = []
-        for side in self.sides:
-            try:
-                answers.append(call(side))
-            except (ValueError, PoolExhausted) as error:
-                answers.append(type(error))
-        assert answers[0] == answers[1]
-        return answers[0]
-
-    @rule(n=st.integers(0, 4))
-    def take(self, n):
-        blocks = self.both(lambda side: side.allocate_n(n).tolist())
-        if isinstance(blocks, list):
-            self.held += blocks
-
-    @rule(data=st.data())
-    def give_back(self, data):
-        blocks = data.draw(st.lists(st.sampled_from(self.held), unique=True)) if self.held else []
-        self.both(lambda side: side.free(blocks))
-        self.held = [block for block in self.held if block not in blocks]
-
-    @rule(number=st.integers(-1, 13))
-    def grow(self, number):
-        self.both(lambda side: side.grow(number))
-
-    @rule(number=st.integers(-1, 13))
-    def shrink(self, number):
-        self.both(lambda side: side.shrink(number))
-
-    @invariant()
-    def agree(self):
-        if hasattr(self, "sides"):
-            for side in self.sides:
-                side.check()
-            for name in ("capacity", "max_capacity", "free_count", "available", "in_use", "peak_in_use"):
-                ours, theirs = (getattr(side, name) for side in self.sides)
-                assert ours == theirs, name
-            assert self.sides[0].in_use == len(self.held)
-
-
-ElasticMachine.TestCase.settings = examples(60, stateful_step_count=30)
-TestElastic = ElasticMachine.TestCase

@@ -1,7 +1,5 @@
 """HybridSequence (pages, windows and a recurrent state): after any operation all parts match the tokens."""
 
-import random
-
 import numpy as np
 import pytest
 from refusals import refuses
@@ -83,58 +81,6 @@ class Engine:
 
     def idle(self):
         return all(a.in_use == 0 for a in self.allocators) and (self.states is None or self.states.used_count == 0)
-
-
-ACTIONS = ["start", "feed", "feed", "feed", "fork", "checkpoint", "to", "back", "cut", "end", "trim"]
-
-
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("keep", [0, 3])
-def test_a_random_program_keeps_all_parts_with_the_tokens(shared, states, keep):
-    rng = random.Random(f"{shared} {states} {keep}")
-    engine = Engine(shared=shared, states=states)
-    running = []
-    refused = set()
-    for _ in range(2500):
-        written = rng.choice(running) if running else None
-        action = rng.choice(ACTIONS)
-        try:
-            if action == "start" and len(running) < 4:
-                running.append(engine.start([rng.randrange(9) for _ in range(rng.randrange(9))], keep=keep))
-            elif written is None or action == "start":
-                continue
-            elif action == "feed":
-                written.feed([rng.randrange(9) for _ in range(rng.randrange(1, 7))])
-            elif action == "fork" and len(running) < 4:
-                running.append(Written(engine, written.sequence.fork(), written.tokens))
-            elif action == "checkpoint":
-                assert written.sequence.checkpoint().position == len(written.tokens)
-            elif action == "to" and written.sequence.checkpoints:
-                written.roll(rng.choice(written.sequence.checkpoints))
-            elif action == "back":
-                written.roll(rng.randrange(8))
-            elif action == "cut":
-                length = rng.randrange(len(written.tokens) + 1)
-                written.sequence.truncate(length)
-                del written.tokens[length:]
-            elif action == "trim":
-                written.sequence.trim()
-            elif action == "end":
-                running.remove(written)
-                written.sequence.close()
-        except (PoolExhausted, ValueError):
-            refused.add(action)
-            if action == "start":
-                continue
-        for each in running:
-            each.check()
-        for allocator in engine.allocators:
-            allocator.check(others=0)
-    assert refused >= {"back", "cut"} if states or keep == 0 else refused
-    for written in running:
-        written.sequence.close()
-    assert engine.idle()
 
 
 def test_a_window_moves_on_in_a_pool_that_is_full():

@@ -1,7 +1,6 @@
 """SsmStatePool, its slots and the states in them."""
 
 import gc
-import random
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from pagepool import (
     SequenceState,
     SsmStatePool,
     StateLayout,
-    reference,
 )
 
 LAYOUT = StateLayout(
@@ -125,16 +123,6 @@ def test_make_state_builds_each_slot():
 
 def pools(capacity):
     return [SsmStatePool(capacity, mamba), SsmStatePool.from_layout(LAYOUT, capacity)]
-
-
-def test_alloc_is_lifo():
-    for pool in pools(3):
-        assert [pool.alloc(7), pool.alloc(8)] == [0, 1]
-        pool.release(0)
-        pool.release(1)
-        assert [pool.alloc(1), pool.alloc(2), pool.alloc(3)] == [1, 0, 2]
-        assert (pool.capacity, pool.free_count, pool.used_count) == (3, 0, 3)
-        pool.check()
 
 
 def test_slots_of_a_layout_are_made_as_they_are_used():
@@ -277,23 +265,3 @@ def test_a_layout_names_a_wrong_state(layer, name):
 def test_equal_layouts_of_states_are_one_key():
     layouts = [StateLayout(layers=[{"a": (shape, "float32"), "b": ([3], "int8")}]) for shape in ((2, 1), [2, 1])]
     assert len({layouts[0]: 1, layouts[1]: 2, StateLayout(layers=[{}]): 3}) == 2
-
-
-def test_slots_at_random_as_in_the_reference():
-    layout = StateLayout(layers=[{"h": ((2,), "float32")}])
-    rng, taken = random.Random(7), []
-    pool, model = SsmStatePool.from_layout(layout, 40), reference.SsmStatePool.from_layout(layout, 40)
-    for step in range(3000):
-        if rng.random() < 0.5 and taken:
-            slot = taken.pop(rng.randrange(len(taken)))
-            pool.release(slot)
-            model.release(slot)
-        elif model.free_count:
-            taken.append(pool.alloc(step))
-            assert model.alloc(step) == taken[-1]
-        for each in (pool, model) if taken else ():
-            each.copy(taken[-1], taken[0])
-            each.view(0, "h")[taken[step % len(taken)]] = step
-        np.testing.assert_array_equal(pool.view(0, "h"), model.view(0, "h"))
-    pool.check()
-    model.check()
