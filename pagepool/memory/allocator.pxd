@@ -199,6 +199,8 @@ cdef class BlockAllocator:
     cdef pp_status c_take_shared(self, int32_t n, int32_t *blocks) noexcept nogil
     # With the lock held: gives the blocks in the list of free blocks back to the shared pool.
     cdef void c_drop_shared(self) noexcept nogil
+    # Without the lock: returns the memory of blocks above the limit of a shared pool that were given back.
+    cdef void c_return_pending(self) noexcept nogil
     # The ids are those of a shared pool from now on. For an allocator that has handed out no block yet.
     cdef int join(self, object pages) except -1
     # With the lock held: raises the capacity, if the maximum allows, so that n fresh ids can be taken.
@@ -226,6 +228,8 @@ cdef class BlockAllocator:
             self.c_wait_for_lock()
         status = self.c_give_back(block)
         pp_lock_release(&self.lock)
+        if self.shared != NULL:
+            self.c_return_pending()
         return status
 
     # With the lock held.

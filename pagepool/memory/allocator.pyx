@@ -34,6 +34,7 @@ from pagepool.memory.shared_pages cimport (
     pp_shared_is_held_elsewhere,
     pp_shared_is_stale,
     pp_shared_limit,
+    pp_shared_return_pending,
     pp_shared_take,
     pp_shared_view,
 )
@@ -121,19 +122,20 @@ cdef class BlockAllocator:
         pp_regions_fill_freed(self.regions, self.c_counts, blocks, n)
 
     cdef pp_status c_take_shared(self, int32_t n, int32_t *blocks) noexcept nogil:
-        cdef pp_status status
         cdef int32_t i
-        if self.shared == NULL:
+        if self.shared == NULL or pp_shared_take(<pp_shared_view *>self.shared, n, blocks) != PP_OK:
             return PP_EXHAUSTED
-        status = pp_shared_take(<pp_shared_view *>self.shared, n, blocks)
-        if status == PP_OK:
-            for i in range(n):
-                self.c_counts[blocks[i]] = 1
-        return status
+        for i in range(n):
+            self.c_counts[blocks[i]] = 1
+        return PP_OK
 
     cdef void c_drop_shared(self) noexcept nogil:
         pp_shared_drop(<pp_shared_view *>self.shared, self.c_freed, self.num_freed)
         self.num_freed = 0
+
+    cdef void c_return_pending(self) noexcept nogil:
+        if self.shared != NULL:
+            pp_shared_return_pending(<pp_shared_view *>self.shared)
 
     cdef int join(self, object pages) except -1:
         cdef pp_shared_view *view = &(<SharedPages?>pages).view
@@ -181,8 +183,7 @@ cdef class BlockAllocator:
         cdef bint fits
         pp_lock_acquire(&self.lock)
         fits = self.limit <= n <= self.max_capacity
-        if fits:
-            self.limit = n
+        self.limit = n if fits else self.limit
         pp_lock_release(&self.lock)
         return fits
 
@@ -293,6 +294,7 @@ cdef class BlockAllocator:
         if self.shared != NULL:
             self.c_drop_shared()
         pp_lock_release(&self.lock)
+        self.c_return_pending()
         return PP_OK if done == n else PP_INVALID_BLOCK
 
     cdef pp_status c_share_n(self, const int32_t *blocks, Py_ssize_t n) noexcept nogil:
@@ -419,13 +421,11 @@ cdef class BlockAllocator:
         """
         cdef int32_t capacity, free_blocks
         pp_lock_acquire(&self.lock)
-        capacity = self.limit
-        free_blocks = capacity - self.taken + self.num_freed
+        capacity, free_blocks = self.limit, self.limit - self.taken + self.num_freed
         pp_lock_release(&self.lock)
         if self.shared != NULL:
             capacity, free_blocks = self.c_capacity(), self.c_free_count()
-        holders = self.holders()
-        evictable = sum([getattr(holder, "evictable", 0) for holder in holders])
+        evictable = sum([getattr(holder, "evictable", 0) for holder in self.holders()])
         return {
             "capacity": capacity,
             "max_capacity": self.max_capacity,

@@ -544,7 +544,7 @@ cdef class KvCachePool:
         self.c_pool.num_blocks = 0
         if not self.allocator.c_num_pools():
             if self.allocator.shared != NULL:
-                (<SharedPages>self.allocator.shared_pages).close(&self.allocator.lock)
+                (<SharedPages>self.allocator.shared_pages).close()
             warn_of([leak for leak in self.allocator.leaks() if leak.kind != "other"], "the pool is closed")
 
     def __enter__(self):

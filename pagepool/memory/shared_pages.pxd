@@ -8,6 +8,7 @@ cdef extern from "shared/pool.h" nogil:
     enum:
         PP_SHARED_BUDGET
         PP_SHARED_FINGERPRINT
+        PP_SHARED_PATIENCE
         PP_SHARED_PROCESSES
 
     ctypedef struct pp_shared_shape:
@@ -65,6 +66,7 @@ cdef extern from "shared/pool.h" nogil:
     bint pp_shared_is_stale(const pp_shared_view *view)
     pp_status pp_shared_take(pp_shared_view *view, int32_t n, int32_t *blocks)
     void pp_shared_drop(pp_shared_view *view, const int32_t *blocks, int64_t n)
+    void pp_shared_return_pending(pp_shared_view *view)
     bint pp_shared_is_held_elsewhere(const pp_shared_view *view, int32_t block)
     int pp_shared_reap(pp_shared_view *view)
     int64_t pp_shared_count_free(const pp_shared_view *view)
@@ -76,7 +78,7 @@ cdef extern from "shared/pool.h" nogil:
     const char *pp_shared_audit(const pp_shared_view *view, const int32_t *counts, int32_t *block)
 
 cdef extern from "shared/index.h" nogil:
-    int pp_index_set_limit(pp_shared_view *view, int64_t limit)
+    int pp_index_set_limit(pp_shared_view *view, int64_t limit, int64_t patience)
     int64_t pp_index_limit_without(const pp_shared_view *view, int64_t bytes)
 
 
@@ -95,10 +97,10 @@ cdef class SharedPages:
     cdef object stale(self)
     # The PoolError of a call that gave up waiting for a lock of another process.
     cdef object refuse_wait(self, str what)
-    # The lock is the allocator's. After `close` the view is stale, and the process holds no block.
-    cdef void close(self, pp_lock *lock) noexcept
+    # After `close` the view is stale, and the process holds no block.
+    cdef void close(self) noexcept
     cdef int set_limit(self, int32_t limit) except -1
-    cdef int apply_limit(self, int32_t limit) except -1
+    cdef int apply_limit(self, int32_t limit, int64_t patience) except -1
     # The highest limit up to `wanted` that the budget has room for. Requires the lock of the budget.
     cdef int64_t reach(self, int64_t wanted, bint takes) except -1
     # Frees the blocks of dead processes; returns the number of these processes.

@@ -20,6 +20,7 @@ cdef extern from "errno.h" nogil:
         EBADMSG
         EEXIST
         ENOSPC
+        ETIMEDOUT
         EUSERS
 
 
@@ -27,6 +28,9 @@ cdef extern from "os/os.h" nogil:
     enum:
         PP_OS_HUGE_PAGE
 
+
+# Waits for the lock of another process, in ns: for growth in a step of an engine, and in a pool that has idle memory.
+cdef int64_t SHORT_WAIT = 100000000, PROBE = 5000000
 
 GRAIN = PP_OS_HUGE_PAGE  # bytes of a huge page: what a pool may allocate is counted in these
 
@@ -70,7 +74,8 @@ def cost_of(int fd):
 def reclaim(int fd, int64_t num_bytes):
     """Lowers the limit of a pool to free `num_bytes` of idle blocks, or all if they have fewer. Closes `fd`.
 
-    Evicts cached blocks that no process holds. Does nothing if the pool is damaged or has 30 processes.
+    Evicts cached blocks that no process holds. Does nothing if the pool is damaged, has 30 processes, or if another
+    process keeps its locks for 5 ms.
     """
     cdef SharedPages pages = SharedPages.__new__(SharedPages)
     cdef pp_shared_shape shape
@@ -81,7 +86,7 @@ def reclaim(int fd, int64_t num_bytes):
     if num_bytes > 0:
         with nogil:
             limit = pp_index_limit_without(&pages.view, num_bytes)
-            pp_index_set_limit(&pages.view, limit)
+            pp_index_set_limit(&pages.view, limit, PROBE)
 
 
 @cython.final
@@ -91,19 +96,18 @@ cdef class SharedPages:
     """Owns the mapping of a shared pool and this process's slot. Internal: `KvCachePool.from_layout` makes it."""
 
     def __dealloc__(self):
+        self.view.lock = NULL  # its allocator is gone
         pp_shared_free(&self.view)
 
-    cdef void close(self, pp_lock *lock) noexcept:
+    cdef void close(self) noexcept:
         self.is_closed = True
-        pp_lock_acquire(lock)
-        pp_shared_leave(&self.view)
-        pp_lock_release(lock)
-        pp_shared_close(&self.view)
+        with nogil:
+            pp_shared_close(&self.view)
 
     cdef int set_limit(self, int32_t limit) except -1:
         cdef int64_t reached
         if self.budget is None or limit <= pp_shared_limit(&self.view):
-            return self.apply_limit(limit)
+            return self.apply_limit(limit, PP_SHARED_PATIENCE)
         with self.budget._lock() as has_it:
             if not has_it:
                 raise self.budget._refuse_wait()
@@ -114,7 +118,7 @@ cdef class SharedPages:
                     f"{limit} blocks of the shared pool {self.shared!r}: the memory budget {self.budget.name!r} of "
                     f"{self.budget.bytes} bytes has room for {reached}",
                 )
-            return self.apply_limit(limit)
+            return self.apply_limit(limit, PP_SHARED_PATIENCE)
 
     def extend(self, n, takes):
         """Raises the limit by `n` blocks or more, or by fewer if the budget is full; returns by how many.
@@ -133,8 +137,8 @@ cdef class SharedPages:
                 reached = self.reach(limit + (wanted + size - 1) // size, takes)
             if reached > limit:
                 try:
-                    self.apply_limit(reached)
-                except OSError:
+                    self.apply_limit(reached, SHORT_WAIT)
+                except (OSError, PoolError):
                     reached = 0
         return max(0, reached - limit)
 
@@ -148,16 +152,18 @@ cdef class SharedPages:
         limit = pp_shared_limit(&self.view)  # at most the one that `_room` has counted: `shrink` needs no lock
         return limit if os.fstat(self.view.fd).st_nlink == 0 else min(wanted, (round_up(limit * size) + room) // size)
 
-    cdef int apply_limit(self, int32_t limit) except -1:
+    cdef int apply_limit(self, int32_t limit, int64_t patience) except -1:
         cdef int error
         from pagepool.memory import shared_files as files
         more = (limit - pp_shared_limit(&self.view)) * self.view.block_bytes
         if more > 0:
             files.check_room(self.view.fd, more, f"a limit of {limit} blocks for the shared pool {self.shared!r}")
         with nogil:
-            error = pp_index_set_limit(&self.view, limit)
+            error = pp_index_set_limit(&self.view, limit, patience)
         if pp_shared_is_stale(&self.view):
             raise self.stale()
+        if error == ETIMEDOUT:
+            raise self.refuse_wait("the limit")
         if error:
             reason = os.strerror(error)
             raise OSError(error, f"no memory for {limit} blocks of the shared pool {self.shared!r}: {reason}")
@@ -169,6 +175,7 @@ cdef class SharedPages:
             pp_lock_acquire(lock)
             found = pp_shared_reap(&self.view)
             pp_lock_release(lock)
+            pp_shared_return_pending(&self.view)
         if pp_shared_is_stale(&self.view):
             raise self.stale()
         return found
@@ -209,6 +216,8 @@ cdef class SharedPages:
                     if is_new or not os.fstat(fd).st_size:
                         files.check_room(fd, size, f"the shared pool {shared!r}")
                     error = pp_shared_create(fd, shape, limit, seed)
+                    if error == ETIMEDOUT:
+                        raise PoolError(f"another process has begun to make the shared pool {shared!r} and is stopped")
                     if error and error != EEXIST:
                         reason = os.strerror(error)
                         raise OSError(error, f"no room for {size} bytes of the shared pool {shared!r}: {reason}")
@@ -380,4 +389,4 @@ def change_limit(str name, int32_t limit):
             f"the shared pool {name!r} has the memory budget {budget!r} and grows by itself: its limit of {now} blocks "
             f"can only be lowered, not raised to {limit}"
         )
-    pages.apply_limit(limit)
+    pages.apply_limit(limit, PP_SHARED_PATIENCE)

@@ -8,7 +8,12 @@ from pagepool.csrc cimport pp_lock_acquire, pp_lock_release
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.arrays cimport IdArray, new_int32
 from pagepool.memory.block_refs cimport BlockRefs
-from pagepool.memory.shared_pages cimport SharedPages, pp_shared_is_stale, pp_shared_view
+from pagepool.memory.shared_pages cimport (
+    SharedPages,
+    pp_shared_is_stale,
+    pp_shared_return_pending,
+    pp_shared_view,
+)
 
 from pagepool.errors import InvalidBlock, PoolError
 from pagepool.prefix.keys import root_name
@@ -84,6 +89,7 @@ cdef class SharedIndex:
             pp_lock_acquire(&self.allocator.lock)
             found = pp_index_match(self.view, &path, self.allocator.c_counts, ids)
             pp_lock_release(&self.allocator.lock)
+            pp_shared_return_pending(self.view)
         if held is not None:
             held.c_note(ids, found)
         self.check_alive()

@@ -22,12 +22,14 @@ static void step(void) {
 }
 
 #define PP_STEP() step()
+#define PP_SHARED_STEP 28672 /* bytes of 7 blocks: half of the pool is three steps */
 #include POOL_SOURCE /* csrc/shared/pool.c, or a copy with a fault */
 #undef LOAD
 #undef STORE
 #include INDEX_SOURCE
 
 enum { BLOCKS = 40, HELD = 3, SIZE = 64, CACHED = 6, PATH = 12 };
+static const int64_t WAIT = PP_SHARED_PATIENCE;
 static int32_t held[HELD], prompt[PATH * SIZE];
 static int64_t allocated; /* bytes of a file in which all blocks have memory */
 
@@ -103,9 +105,10 @@ static void workload(int fd) {
     if (pp_shared_take(view, BLOCKS, more) == PP_OK) _exit(8); /* there are fewer free blocks */
     pp_shared_drop(view, blocks, 1);
     use_index(view);
-    pp_index_set_limit(view, BLOCKS / 2); /* blocks above it are free, cached, and in use by both processes */
+    pp_index_set_limit(view, BLOCKS / 2, WAIT); /* blocks above it are free, cached, and in use by both processes */
     pp_shared_drop(view, blocks + 7, 1);
-    pp_index_set_limit(view, BLOCKS);
+    pp_shared_return_pending(view);
+    pp_index_set_limit(view, BLOCKS, WAIT);
     int32_t counts[BLOCKS] = {0}, block;
     for (int i = 0; i < 8; i++) counts[blocks[i]] = i == 1 || i == 5 || i == 6;
     if (pp_shared_audit(view, counts, &block)) _exit(7);
@@ -148,6 +151,7 @@ static pp_shared *survivor(int *fd) {
 static void verify(pp_shared *view, long at) {
     int32_t counts[BLOCKS] = {0}, block, taken[BLOCKS];
     for (int i = 0; i < HELD; i++) counts[held[i]] = 1;
+    CHECK(pp_shared_allocated(view->fd) >= allocated - (BLOCKS - pp_shared_limit(view)) * view->block_bytes);
     const pp_index_path path = path_of(prompt, CACHED);
     const int64_t found = pp_index_match(view, &path, counts, taken);
     for (int64_t i = 0; i < found; i++) {
@@ -162,10 +166,10 @@ static void verify(pp_shared *view, long at) {
     pp_shared_drop(view, taken, 1);
     pp_shared_reap(view);
     CHECK(pp_shared_processes(view) == 1);
-    CHECK(pp_index_set_limit(view, BLOCKS / 2) == 0);
+    CHECK(pp_index_set_limit(view, BLOCKS / 2, WAIT) == 0);
     for (int32_t b = BLOCKS / 2; b < BLOCKS; b++) CHECK(!((uint32_t)view->words[b] & ~view->bit));
     CHECK(pp_shared_allocated(view->fd) == allocated - (BLOCKS / 2 - 1) * view->block_bytes);
-    CHECK(pp_index_set_limit(view, BLOCKS) == 0);
+    CHECK(pp_index_set_limit(view, BLOCKS, WAIT) == 0);
     CHECK(pp_shared_allocated(view->fd) == allocated);
     CHECK(pp_shared_audit(view, counts, &block) == NULL);
     CHECK(pp_index_audit(view) == NULL);

@@ -32,7 +32,17 @@ FAULTS = {
     "a slot is taken without a sweep": ("pool.c", "if (LOAD(&slot->state) != FREE) sweep(view, i);", ""),
     "a refused call keeps its blocks": ("pool.c", "while (i > 0) drop_one(view, blocks[--i]);", ""),
     "a search sees half of the blocks": ("pool.c", "i < limit; i++) {", "i < limit / 2; i++) {"),
-    "memory in use is returned": ("pool.c", "while (b < end && claim(view, b)) b++;", "while (b < end) b++;"),
+    "memory in use is returned": (
+        "pool.c",
+        "while (b < end && b - first < most && claim(view, b)) b++;",
+        "while (b < end && b - first < most) b++;",
+    ),
+    "the limit rises before its memory": (
+        "pool.c",
+        "        if (next > before) error = pp_os_commit_file(",
+        "        STORE(&view->header->limit, next);\n        PP_STEP();\n"
+        "        if (next > before) error = pp_os_commit_file(",
+    ),
     "cached blocks stay above the limit": ("index.c", "count += release_block(view, (int32_t)b, 0);", ""),
     "memory above the limit stays": ("pool.c", "if (to > from) pp_os_punch_file(view->fd, from, to - from);", ""),
     "the index is not built again": ("index.c", "if (LOAD(&view->header->dirty)) rebuild(view);", ""),

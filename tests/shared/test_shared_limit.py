@@ -1,17 +1,25 @@
 """A scheduler serves requests over a shared pool while another process changes the limit and is killed."""
 
+import fcntl
 import os
 import random
+import signal
+import struct
+import threading
 import time
 import zlib
+from contextlib import suppress
 
 import numpy as np
 import pools
 import pytest
 
-from pagepool import PrefixCache, Scheduler, SchedulerConfig
+from pagepool import PoolExhausted, PrefixCache, Scheduler, SchedulerConfig
+from pagepool.memory.shared_pages import read_pool
 
 BLOCKS, SIZE, WIDTH = 64, 16, 32
+LIMIT_LOCK, LIMIT_OWNER = 30, 4096 + 16  # the byte that is locked, and where the file has the owner of the lock
+OFD_SETLK = 37
 
 
 @pytest.fixture
@@ -30,8 +38,9 @@ def change_limits(fd, seed, most):
     pool, choose, parent = view(fd)[0], random.Random(seed), os.getppid()
     while os.getppid() == parent:
         limit = choose.randrange(most)
-        pool.shrink(min(limit, pool.num_blocks))
-        pool.grow(max(limit, pool.num_blocks))
+        with suppress(ValueError):  # another process has changed the limit meanwhile
+            pool.shrink(min(limit, pool.num_blocks))
+            pool.grow(max(limit, pool.num_blocks))
         time.sleep(choose.random() * 0.004)
 
 
@@ -120,3 +129,69 @@ def test_a_request_waits_for_a_higher_limit_and_no_running_one_is_lost(memfd):
     scheduler.check()
     cache.check()
     pool.allocator.check()
+
+
+@pytest.fixture
+def stopped(memfd):
+    """The pid of a process that was stopped while it had the limit locked."""
+    pool = view(memfd)[0]  # has blocks when the other process attaches
+
+    def keep():
+        own = view(memfd)[0]
+        fd = os.open(f"/proc/self/fd/{memfd}", os.O_RDWR)
+        fcntl.fcntl(fd, OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, LIMIT_LOCK, 1, 0))
+        slot = [process["pid"] for process in read_pool(memfd)["processes"]].index(os.getpid())
+        os.pwrite(memfd, (1 << slot).to_bytes(8, "little"), LIMIT_OWNER)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        own.close()
+
+    child = pools.in_child(keep)
+    os.waitpid(child, os.WUNTRACED)
+    yield child
+    pools.kill(child)
+    pool.close()
+
+
+def test_a_process_that_is_stopped_while_it_changes_the_limit_stops_no_other_process(memfd, stopped):
+    pool, cache = view(memfd)  # attaches
+    failed = []
+
+    def shrink():
+        with pytest.raises(pools.PoolError, match=f"process {stopped} has locked the limit .* for 2 s") as caught:
+            pool.shrink(8)
+        failed.append(str(caught.value))
+
+    thread = threading.Thread(target=shrink)
+    thread.start()
+    served = 0
+    while thread.is_alive():
+        blocks = pool.allocator.allocate_n(4)
+        cache.cache_blocks(range(served, served + 4 * SIZE), blocks)
+        pool.allocator.free(blocks)
+        cache.evict(4)
+        served += 1
+    thread.join()
+    assert failed and served > 10 and pool.num_blocks == BLOCKS
+    pool.allocator.check(others=0)
+    cache.check()
+
+
+def test_processes_that_change_the_limit_at_the_same_time_lose_no_memory(memfd):
+    pool = view(memfd)[0]
+    full = pools.allocated(memfd)
+    children = [pools.in_child(change_limits, memfd, seed, BLOCKS + 1) for seed in (1, 2)]
+    done = 0
+    while done < 200:
+        limit = random.randrange(BLOCKS + 1)
+        with suppress(ValueError, PoolExhausted):
+            pool.shrink(min(limit, pool.num_blocks))
+            pool.grow(max(limit, pool.num_blocks))
+            pool.allocator.free(pool.allocator.allocate_n(3))
+            done += 1
+        pool.allocator.check(others=0)
+    for child in children:
+        pools.kill(child)
+    pool.shrink(0)
+    assert pools.allocated(memfd) == full - BLOCKS
+    pool.grow(BLOCKS)
+    assert pools.allocated(memfd) == full and pool.allocator.free_count == BLOCKS

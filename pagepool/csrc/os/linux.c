@@ -97,17 +97,17 @@ int pp_os_reopen(int fd) {
     return open(path, O_RDWR | O_CLOEXEC);
 }
 
-static int change_lock(int fd, int64_t byte, short type, int wait) {
+static int change_lock(int fd, int64_t byte, short type) {
     struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};
     int failed;
-    do failed = fcntl(fd, wait ? F_OFD_SETLKW : F_OFD_SETLK, &lock);
+    do failed = fcntl(fd, F_OFD_SETLK, &lock);
     while (failed && errno == EINTR);
     return !failed;
 }
 
-int pp_os_lock_byte(int fd, int64_t byte, int wait) { return change_lock(fd, byte, F_WRLCK, wait); }
+int pp_os_lock_byte(int fd, int64_t byte) { return change_lock(fd, byte, F_WRLCK); }
 
-void pp_os_unlock_byte(int fd, int64_t byte) { change_lock(fd, byte, F_UNLCK, 0); }
+void pp_os_unlock_byte(int fd, int64_t byte) { change_lock(fd, byte, F_UNLCK); }
 
 int pp_os_is_byte_locked(int fd, int64_t byte) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = byte, .l_len = 1};

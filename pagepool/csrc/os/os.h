@@ -40,9 +40,8 @@ int pp_os_punch_file(int fd, int64_t offset, int64_t bytes);
 int pp_os_reopen(int fd);
 
 /* Locks one byte of a file, for the open file that `fd` refers to.  The system releases the lock when the last copy of
- * the descriptor is closed, at the latest when the process ends.  Returns 0 if another open file has the lock; with
- * `wait` it waits for the lock, and 0 is an error. */
-int pp_os_lock_byte(int fd, int64_t byte, int wait);
+ * the descriptor is closed, at the latest when the process ends.  Returns 0 if another open file has the lock. */
+int pp_os_lock_byte(int fd, int64_t byte);
 void pp_os_unlock_byte(int fd, int64_t byte);
 
 /* Whether another open file has a lock on the byte.  The descriptor may be read-only. */

@@ -29,7 +29,7 @@ enum {
 
 /* How long writers wait for the lock of the index, in ns.  Caching and eviction may be refused without harm, so they do
  * not wait long for a process that is stopped.  Calls that wait again for the same process hardly wait. */
-static const int64_t SHORT_WAIT = 100000000, LONG_WAIT = 2000000000, REPEATED_WAIT = 1000000;
+static const int64_t SHORT_WAIT = 100000000, LONG_WAIT = PP_SHARED_PATIENCE, REPEATED_WAIT = 1000000;
 
 /* What identifies a node, except for its tokens. */
 typedef struct key {
@@ -192,11 +192,6 @@ static int is_damaged(const pp_shared *view, uint64_t owner) {
     return LOAD(&view->header->slots[__builtin_ctzll(owner)].state) == 0;
 }
 
-/* The process in whose slot `owner` is the bit, or 0. */
-static int64_t process_of(const pp_shared *view, uint64_t owner) {
-    return owner && owner < PP_INDEX_BIT ? view->header->slots[__builtin_ctzll(owner)].pid : 0;
-}
-
 /* The lock is held by another process or by another thread of this one.  Returns 0 when the time is over. */
 static int wait_for_index(pp_shared *view, uint64_t owner, int64_t tries, int64_t patience, int64_t *until) {
     if (tries < SPINS) {
@@ -209,7 +204,7 @@ static int wait_for_index(pp_shared *view, uint64_t owner, int64_t tries, int64_
         if (!*until) *until = now + patience;
         if (now >= *until) {
             WRITE(&view->stuck, owner);
-            WRITE(&view->blocker, process_of(view, owner));
+            WRITE(&view->blocker, pp_shared_process_of(view, owner));
             return 0;
         }
         pp_os_sleep(NAP);
@@ -468,22 +463,42 @@ int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n) {
     return count;
 }
 
-int pp_index_set_limit(pp_shared *view, int64_t limit) {
-    int64_t count = 0;
-    if (view->lock) pp_lock_acquire(view->lock);
-    const int error = pp_shared_set_limit(view, limit);
-    if (view->lock) pp_lock_release(view->lock);
-    if (!error) {
-        const int missed = begin(view, LONG_WAIT);
-        if (missed) return missed;
-        for (int64_t b = pp_shared_limit(view); b < view->num_blocks; b++) count += release_block(view, (int32_t)b, 0);
+/* Lowers the limit and evicts the cached blocks above it.  Does nothing if the limit is not `now`. */
+static int lower_limit(pp_shared *view, int64_t limit, int64_t now, int64_t patience) {
+    int64_t b = limit;
+    int error = pp_shared_lock_limit(view, patience);
+    if (error) return error;
+    if (pp_shared_limit(view) == now) do {
+        int64_t count = 0;
+        error = begin(view, patience);
+        if (error) break;
+        /* Calls of pp_index_insert that saw the old limit have ended. */
+        STORE(&view->header->limit, limit);
+        PP_STEP();
+        for (; b < view->num_blocks && count < MOST_AT_ONCE; b++) count += release_block(view, (int32_t)b, 0);
         __atomic_fetch_add(&view->header->evicted, (uint64_t)count, __ATOMIC_RELAXED);
         end(view);
-    }
-    if (view->lock) pp_lock_acquire(view->lock);
-    pp_shared_return_memory(view, 0, view->num_blocks, 1); /* a failed call may have allocated some, too */
-    if (view->lock) pp_lock_release(view->lock);
+        pp_os_yield(); /* other writers wait */
+    } while (b < view->num_blocks);
+    pp_shared_unlock_limit(view);
     return error;
+}
+
+int pp_index_set_limit(pp_shared *view, int64_t limit, int64_t patience) {
+    if (limit < 0 || limit > view->num_blocks) return EINVAL;
+    const int64_t before = pp_shared_limit(view);
+    int64_t reached = before;
+    int error;
+    if (limit > before) {
+        error = pp_shared_raise_limit(view, limit, patience, &reached);
+        if (error && error != ETIMEDOUT && reached > before) lower_limit(view, before, reached, patience);
+    } else {
+        error = lower_limit(view, limit, before, patience);
+    }
+    if (error == ETIMEDOUT || error == ESTALE) return error;
+    /* A step that failed may have allocated some memory, too. */
+    const int missed = pp_shared_return_memory(view, 0, view->num_blocks, patience);
+    return error ? error : missed;
 }
 
 int64_t pp_index_limit_without(const pp_shared *view, int64_t bytes) {

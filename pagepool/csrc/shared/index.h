@@ -64,10 +64,13 @@ int64_t pp_index_evict(pp_shared *view, int64_t n);
  * too, so later calls of pp_index_insert with an older epoch do nothing. */
 int64_t pp_index_forget(pp_shared *view, const int32_t *blocks, int64_t n);
 
-/* Sets the limit as pp_shared_set_limit does.  A lower one evicts all cached blocks at or above it, and returns the
- * memory of all blocks there that no process holds.  The memory of the others is returned when the last process drops
- * them.  Several processes may call it at the same time.  If a call was killed, a second one does the rest. */
-int pp_index_set_limit(pp_shared *view, int64_t limit);
+/* Sets the limit for all processes.  A higher one allocates the memory first, in steps: see pp_shared_raise_limit.
+ * If there is too little (ENOSPC), the limit returns to where it was.  A lower one evicts all cached blocks at or
+ * above it, and returns the memory of all blocks there that no process holds.  The memory of the others is returned
+ * when the last process drops them.  Several processes may call it at the same time; the one that ends last decides.
+ * ETIMEDOUT: another process has kept a lock for `patience` ns; `blocker` of the view has it.  If a call was killed
+ * or has timed out, a second one does the rest. */
+int pp_index_set_limit(pp_shared *view, int64_t limit, int64_t patience);
 
 /* The highest limit above which blocks that no process holds have `bytes` bytes.  If they have fewer, the lowest one of
  * these blocks, or the limit if there is none. */

@@ -20,6 +20,8 @@
 
 enum { FREE, LIVE };                             /* pp_shared_slot.state */
 enum { LIMIT_LOCK = PP_SHARED_PROCESSES };       /* byte of the lock for changes of the limit */
+enum { POLL = 1000000, PAUSE = 2000000 };        /* ns between two attempts to lock it, and between two steps */
+static const uint64_t LEFT = UINT64_MAX;         /* epoch of a view that has given up its slot */
 
 static size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -55,11 +57,16 @@ int64_t pp_shared_cost(int64_t num_blocks, const pp_kv_layout *layout, int64_t l
     return (int64_t)round_up(bytes, PP_OS_HUGE_PAGE);
 }
 
+static int has_pool(int fd) {
+    char first = 0;
+    return pread(fd, &first, 1, 0) == 1 && first;
+}
+
 /* The magic is written last: if a file has no magic, its creator has died, and the file is made again. */
 static int fill_file(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed) {
     pp_shared_header header = {0};
     const size_t bytes = pp_shared_bytes(shape->num_blocks, &shape->layout);
-    if (pread(fd, header.shape.magic, 1, 0) == 1 && header.shape.magic[0]) return EEXIST;
+    if (has_pool(fd)) return EEXIST;
     if (ftruncate(fd, (off_t)bytes)) return errno;
     const parts found = parts_of(shape->num_blocks, shape->layout.block_size);
     const int64_t used = (int64_t)found.pages + limit * shape->layout.block_bytes;
@@ -75,12 +82,28 @@ static int fill_file(int fd, const pp_shared_shape *shape, int64_t limit, uint64
     return pwrite(fd, PP_SHARED_MAGIC, sizeof header.shape.magic, 0) == sizeof header.shape.magic ? 0 : EIO;
 }
 
+/* Waits while another process makes the pool: as long as the memory of the file grows. */
+static int lock_creation(int fd, int lock_fd) {
+    int64_t before = -1, until = 0;
+    while (!pp_os_lock_byte(lock_fd, LIMIT_LOCK)) {
+        if (has_pool(fd)) return EEXIST; /* the limit of a finished pool is locked */
+        const int64_t now = pp_os_clock(), bytes = pp_shared_allocated(fd);
+        if (bytes != before) until = now + PP_SHARED_PATIENCE;
+        if (now >= until) return ETIMEDOUT;
+        before = bytes;
+        pp_os_sleep(POLL);
+    }
+    return 0;
+}
+
 int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed) {
     if (!pp_shared_bytes(shape->num_blocks, &shape->layout)) return ENOMEM;
     if (limit < 0 || limit > shape->num_blocks) return EINVAL;
+    if (has_pool(fd)) return EEXIST; /* needs no lock, which a process that grows the pool may have */
     const int lock_fd = pp_os_reopen(fd);
     if (lock_fd < 0) return errno;
-    int error = pp_os_lock_byte(lock_fd, LIMIT_LOCK, 1) ? fill_file(fd, shape, limit, seed) : errno;
+    int error = lock_creation(fd, lock_fd);
+    if (!error) error = fill_file(fd, shape, limit, seed);
     close(lock_fd);
     return error;
 }
@@ -186,10 +209,12 @@ static void sweep(pp_shared *view, int i) {
     PP_STEP();
 }
 
+static void punch_free_blocks(pp_shared *view, int64_t begin, int64_t end);
+
 static int take_slot(pp_shared *view) {
     for (int i = 0; i < PP_SHARED_PROCESSES; i++) {
         pp_shared_slot *slot = &view->header->slots[i];
-        if (!pp_os_lock_byte(view->lock_fd, i, 0)) continue;
+        if (!pp_os_lock_byte(view->lock_fd, i)) continue;
         if (LOAD(&slot->state) != FREE && has_lost_its_lock(slot)) {
             pp_os_unlock_byte(view->lock_fd, i);
             continue;
@@ -253,29 +278,43 @@ int pp_shared_open(pp_shared *view, int fd, const pp_shared_shape *shape) {
         return error;
     }
     pp_shared_reap(view);
-    pp_shared_return_memory(view, 0, view->num_blocks, 0); /* take_slot may have swept a dead process */
+    view->pending_end = view->num_blocks; /* take_slot may have swept a dead process */
+    pp_shared_return_pending(view);
     return 0;
 }
 
 void pp_shared_leave(pp_shared *view) {
-    if (pp_shared_is_stale(view)) return;
-    drop_everywhere(view, view->bit);
-    pp_shared_return_memory(view, 0, view->num_blocks, 0);
-    STORE(&view->slot->epoch, view->epoch + 1);
-    PP_STEP();
-    STORE(&view->slot->state, FREE);
-    PP_STEP();
-    view->held = view->num_hints = 0;
+    pp_lock_acquire(&view->limits);
+    if (view->lock) pp_lock_acquire(view->lock);
+    const uint64_t epoch = view->epoch;
+    const int was_stale = pp_shared_is_stale(view);
+    __atomic_store_n(&view->epoch, LEFT, __ATOMIC_RELAXED); /* no thread of this process takes a block from now on */
+    if (view->lock) pp_lock_release(view->lock);
+    if (!was_stale) {
+        drop_everywhere(view, view->bit);
+        if (pp_os_lock_byte(view->lock_fd, LIMIT_LOCK)) {
+            punch_free_blocks(view, pp_shared_limit(view), view->num_blocks);
+            pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
+        }
+        STORE(&view->slot->epoch, epoch + 1);
+        PP_STEP();
+        STORE(&view->slot->state, FREE);
+        PP_STEP();
+        view->held = view->num_hints = 0;
+    }
+    pp_lock_release(&view->limits);
 }
 
 void pp_shared_close(pp_shared *view) {
     if (!view->base || view->fd < 0) return;
     pp_shared_leave(view);
     pp_lock_acquire(&views_lock);
+    pp_lock_acquire(&view->limits);
     pp_os_hide_file(view->base, view->bytes);
     close(view->lock_fd);
     close(view->fd);
     view->fd = view->lock_fd = -1;
+    pp_lock_release(&view->limits);
     pp_lock_release(&views_lock);
 }
 
@@ -289,12 +328,18 @@ void pp_shared_free(pp_shared *view) {
     *view = (pp_shared){0};
 }
 
+int64_t pp_shared_process_of(const pp_shared *view, uint64_t owner) {
+    const int is_bit = owner && !(owner & (owner - 1)) && owner >> PP_SHARED_PROCESSES == 0;
+    return is_bit ? view->header->slots[__builtin_ctzll(owner)].pid : 0;
+}
+
 static int64_t clamp_limit(int64_t limit, int64_t num_blocks) {
     return limit < 0 ? 0 : limit > num_blocks ? num_blocks : limit;
 }
 
 int64_t pp_shared_limit(const pp_shared *view) { return clamp_limit(LOAD(&view->header->limit), view->num_blocks); }
 
+/* Sets the bit of this process if the block is free. */
 static int claim(pp_shared *view, int64_t b) {
     uint64_t word = LOAD(&view->words[b]);
     if ((uint32_t)word) return 0;
@@ -304,7 +349,6 @@ static int claim(pp_shared *view, int64_t b) {
     /* A process that copies the page without a reference sees the new generation if it sees a byte of the new owner. */
     __atomic_thread_fence(__ATOMIC_RELEASE);
     PP_STEP();
-    view->held++;
     return 1;
 }
 
@@ -339,6 +383,7 @@ static int64_t take_one(pp_shared *view) {
         }
         if (b < 0) b = search(view, limit);
         if (b < 0) return -1;
+        view->held++;
         if (b < pp_shared_limit(view)) return b;
         const int32_t above = (int32_t)b; /* the limit has fallen, so the block may have no memory */
         drop_one(view, above);
@@ -363,6 +408,12 @@ pp_status pp_shared_take(pp_shared *view, int32_t n, int32_t *blocks) {
     return PP_OK;
 }
 
+/* Requires the lock of the allocator. */
+static void add_pending(pp_shared *view, int64_t begin, int64_t end) {
+    if (!view->pending_end || begin < view->pending) view->pending = begin;
+    if (end > view->pending_end) __atomic_store_n(&view->pending_end, end, __ATOMIC_RELAXED);
+}
+
 void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n) {
     int32_t highest = -1;
     if (pp_shared_is_stale(view)) return;
@@ -375,7 +426,20 @@ void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n) {
     int32_t lowest = highest;
     for (int64_t i = 0; i < n; i++)
         if (blocks[i] >= limit && blocks[i] < lowest) lowest = blocks[i];
-    pp_shared_return_memory(view, lowest, (int64_t)highest + 1, 0);
+    add_pending(view, lowest, (int64_t)highest + 1);
+}
+
+void pp_shared_return_pending(pp_shared *view) {
+    if (!pp_shared_has_pending(view)) return;
+    if (view->lock) pp_lock_acquire(view->lock);
+    const int64_t begin = view->pending, end = view->pending_end;
+    __atomic_store_n(&view->pending_end, 0, __ATOMIC_RELAXED);
+    if (view->lock) pp_lock_release(view->lock);
+    if (end && pp_shared_return_memory(view, begin, end, 0)) {
+        if (view->lock) pp_lock_acquire(view->lock);
+        add_pending(view, begin, end);
+        if (view->lock) pp_lock_release(view->lock);
+    }
 }
 
 int pp_shared_reap(pp_shared *view) {
@@ -383,14 +447,14 @@ int pp_shared_reap(pp_shared *view) {
     if (pp_shared_is_stale(view)) return 0;
     for (int i = 0; i < PP_SHARED_PROCESSES; i++) {
         pp_shared_slot *slot = &view->header->slots[i];
-        if (slot == view->slot || LOAD(&slot->state) == FREE || !pp_os_lock_byte(view->lock_fd, i, 0)) continue;
+        if (slot == view->slot || LOAD(&slot->state) == FREE || !pp_os_lock_byte(view->lock_fd, i)) continue;
         if (LOAD(&slot->state) != FREE && !has_lost_its_lock(slot)) {
             sweep(view, i);
             found++;
         }
         pp_os_unlock_byte(view->lock_fd, i);
     }
-    if (found) pp_shared_return_memory(view, 0, view->num_blocks, 0);
+    if (found) add_pending(view, 0, view->num_blocks);
     return found;
 }
 
@@ -408,47 +472,95 @@ int64_t pp_shared_count_in_use(const pp_shared *view) {
     return count;
 }
 
-/* Claims the free blocks from `begin` on, returns their memory, and frees them again.  A process that still sees the
- * old limit may claim one of them afterwards; it then sees the new limit and gives the block back. */
-static void punch_free_blocks(pp_shared *view, int64_t begin, int64_t end) {
-    const int64_t offset = (int64_t)(view->pages - view->base), page = 4096;
-    for (int64_t b = begin; b < end; b++) {
-        const int64_t first = b;
-        while (b < end && claim(view, b)) b++;
-        if (b == first) continue;
-        const int64_t from = (offset + first * view->block_bytes + page - 1) / page * page;
-        const int64_t last = b == view->num_blocks ? page - 1 : 0; /* no block follows in its page */
-        const int64_t to = (offset + b * view->block_bytes + last) / page * page;
-        if (to > from) pp_os_punch_file(view->fd, from, to - from);
-        for (int64_t i = first; i < b; i++) {
-            __atomic_fetch_and(&view->words[i], ~view->bit, __ATOMIC_ACQ_REL);
-            view->held--;
-            PP_STEP();
+int pp_shared_lock_limit(pp_shared *view, int64_t patience) {
+    int64_t until = 0;
+    for (;;) {
+        /* In a child after fork, a thread that exists only in the parent may hold `limits`. */
+        if (pp_shared_is_stale(view)) return ESTALE;
+        if (pp_lock_try(&view->limits)) {
+            if (pp_os_lock_byte(view->lock_fd, LIMIT_LOCK)) break;
+            pp_lock_release(&view->limits); /* other threads may end the view meanwhile */
         }
+        const int64_t now = pp_os_clock();
+        if (!until) until = now + patience;
+        if (now >= until) {
+            __atomic_store_n(&view->blocker, pp_shared_process_of(view, LOAD(&view->header->limit_owner)),
+                             __ATOMIC_RELAXED);
+            return ETIMEDOUT;
+        }
+        pp_os_sleep(POLL);
+    }
+    STORE(&view->header->limit_owner, view->bit);
+    PP_STEP();
+    return 0;
+}
+
+void pp_shared_unlock_limit(pp_shared *view) {
+    STORE(&view->header->limit_owner, 0);
+    PP_STEP();
+    pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
+    pp_lock_release(&view->limits);
+}
+
+int pp_shared_raise_limit(pp_shared *view, int64_t limit, int64_t patience, int64_t *reached) {
+    const int64_t offset = (int64_t)(view->pages - view->base), size = view->block_bytes;
+    const int64_t most = size < PP_SHARED_STEP ? PP_SHARED_STEP / size : 1;
+    for (;;) {
+        int error = pp_shared_lock_limit(view, patience);
+        if (error) return error;
+        const int64_t before = pp_shared_limit(view), next = limit - before < most ? limit : before + most;
+        if (next > before) error = pp_os_commit_file(view->fd, offset + before * size, (next - before) * size);
+        PP_STEP();
+        if (!error && next > before) STORE(&view->header->limit, next);
+        PP_STEP();
+        *reached = pp_shared_limit(view);
+        pp_shared_unlock_limit(view);
+        if (error || *reached >= limit) return error;
+        pp_os_sleep(PAUSE); /* processes that wait look once in each POLL */
     }
 }
 
-void pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int wait) {
-    if (pp_shared_is_stale(view) || end <= pp_shared_limit(view)) return;
-    if (!pp_os_lock_byte(view->lock_fd, LIMIT_LOCK, wait)) return;
+/* Claims the free blocks from `begin` on, returns their memory, and frees them again.  A process that still sees the
+ * old limit may claim one of them afterwards; it then sees the new limit and gives the block back.  Requires the lock
+ * of the limit. */
+static void punch_free_blocks(pp_shared *view, int64_t begin, int64_t end) {
+    const int64_t offset = (int64_t)(view->pages - view->base), page = 4096, size = view->block_bytes;
+    const int64_t most = size < PP_SHARED_STEP ? PP_SHARED_STEP / size : 1;
+    for (int64_t b = begin; b < end;) {
+        const int64_t first = b;
+        if ((uint32_t)LOAD(&view->words[b])) {
+            b++;
+            continue;
+        }
+        if (view->lock) pp_lock_acquire(view->lock);
+        while (b < end && b - first < most && claim(view, b)) b++;
+        view->returned = first;
+        view->returned_end = b;
+        if (view->lock) pp_lock_release(view->lock);
+        const int64_t from = (offset + first * size + page - 1) / page * page;
+        const int64_t last = b == view->num_blocks ? page - 1 : 0; /* no block follows in its page */
+        const int64_t to = (offset + b * size + last) / page * page;
+        if (to > from) pp_os_punch_file(view->fd, from, to - from);
+        if (view->lock) pp_lock_acquire(view->lock);
+        for (int64_t i = first; i < b; i++) {
+            __atomic_fetch_and(&view->words[i], ~view->bit, __ATOMIC_ACQ_REL);
+            PP_STEP();
+        }
+        view->returned = view->returned_end = 0;
+        if (view->lock) pp_lock_release(view->lock);
+    }
+}
+
+int pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int64_t patience) {
+    if (pp_shared_is_stale(view)) return ESTALE;
+    if (end <= pp_shared_limit(view)) return 0;
+    const int error = pp_shared_lock_limit(view, patience);
+    if (error) return error;
     /* The lock keeps the limit from rising.  Otherwise a block that just got memory could lose it here. */
     const int64_t limit = pp_shared_limit(view);
     punch_free_blocks(view, begin > limit ? begin : limit, end);
-    pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
-}
-
-int pp_shared_set_limit(pp_shared *view, int64_t limit) {
-    int error = 0;
-    if (pp_shared_is_stale(view)) return ESTALE;
-    if (limit < 0 || limit > view->num_blocks) return EINVAL;
-    if (!pp_os_lock_byte(view->lock_fd, LIMIT_LOCK, 1)) return errno;
-    const int64_t offset = (int64_t)(view->pages - view->base), before = pp_shared_limit(view);
-    if (limit > before)
-        error = pp_os_commit_file(view->fd, offset + before * view->block_bytes, (limit - before) * view->block_bytes);
-    if (!error) STORE(&view->header->limit, limit);
-    PP_STEP();
-    pp_os_unlock_byte(view->lock_fd, LIMIT_LOCK);
-    return error;
+    pp_shared_unlock_limit(view);
+    return 0;
 }
 
 int64_t pp_shared_allocated(int fd) {
@@ -502,7 +614,9 @@ const char *pp_shared_audit(const pp_shared *view, const int32_t *counts, int32_
     for (int64_t b = 0; b < view->num_blocks; b++) {
         const uint64_t word = LOAD(&view->words[b]);
         *block = (int32_t)b;
-        if (((word & view->bit) != 0) != (counts[b] > 0)) return "bit of this process in holders == ref_count > 0";
+        const int is_returned = view->returned <= b && b < view->returned_end;
+        if (((word & view->bit) != 0) != (counts[b] > 0 || is_returned))
+            return "bit of this process in holders == ref_count > 0";
         if ((uint32_t)word & ~(uint32_t)known) return "holders are processes that are attached";
     }
     return NULL;

@@ -20,8 +20,13 @@
  * belongs to a dead process.  Another process takes the lock, clears the bit of the slot in all words (the sweep), and
  * frees the slot.  If it dies during the sweep, the next process does the sweep again: every step is idempotent.
  *
- * No function takes the GIL.  A pp_shared belongs to one BlockAllocator.  The caller must hold the lock of the
- * allocator, except for functions with a const view, and for open, close and free. */
+ * The limit is changed by the process that has locked the byte LIMIT_LOCK.  It rises in steps of at most 64 MiB, and
+ * other processes can lock it between two steps.  Memory above the limit is returned only under this lock, and
+ * committed before the limit rises.  So a process that dies in a step leaves memory that the next change returns.
+ *
+ * No function takes the GIL.  A pp_shared belongs to one BlockAllocator.  pp_shared_take, pp_shared_drop and
+ * pp_shared_reap require the lock of the allocator, and call the system only to look for dead processes.  Other
+ * functions must be called without that lock.  Locks are taken in the order `limits`, index, allocator. */
 #ifndef PP_SHARED_POOL_H
 #define PP_SHARED_POOL_H
 
@@ -37,6 +42,13 @@
 #define PP_SHARED_PROCESSES 30
 #define PP_SHARED_FINGERPRINT 3584   /* most bytes of a fingerprint */
 #define PP_SHARED_BUDGET 104         /* bytes for the name of a memory budget, with the final 0 */
+
+#define PP_SHARED_PATIENCE 2000000000 /* ns until a call fails because another process keeps a lock */
+
+/* Bytes by which the limit changes at once: allocated in 20 to 200 ms, returned in 5 ms.  Tests define fewer. */
+#ifndef PP_SHARED_STEP
+#define PP_SHARED_STEP ((int64_t)64 << 20)
+#endif
 
 /* A program that tests recovery defines PP_STEP to kill the process between two stores to shared memory. */
 #ifndef PP_STEP
@@ -74,7 +86,8 @@ typedef struct pp_shared_header {
     };
     int64_t limit;
     uint64_t seed; /* the seed of the index's hashes.  It is secret, so that no client can construct collisions. */
-    uint64_t unused[6];
+    uint64_t limit_owner; /* bit of the process that changes the limit; stale if its lock is free */
+    uint64_t unused[5];
     /* The index.  The counters only rise. */
     uint64_t index_lock; /* the bit of the process that writes, or 0 */
     uint64_t dirty;      /* set while buckets and chains may be wrong */
@@ -129,9 +142,12 @@ typedef struct pp_shared {
     int32_t *hints;
     int64_t num_hints;
     int64_t cursor; /* where the search for a free block goes on */
-    int64_t held;   /* blocks that have this process's bit */
+    int64_t held;   /* blocks to which this process has references */
     int64_t peak;   /* most that `held` ever was */
+    int64_t pending, pending_end;   /* blocks whose memory pp_shared_return_pending looks at; none if equal */
+    int64_t returned, returned_end; /* blocks with the bit of this process only while their memory is returned */
     pp_lock *lock;   /* of the allocator */
+    pp_lock limits;  /* the thread of this process that changes the limit or returns memory */
     pp_lock writers; /* threads of this process that write the index */
     pp_index_victim *victims; /* blocks that were idle when the list was made, the oldest last; guarded by `writers` */
     int64_t num_victims;
@@ -149,7 +165,8 @@ int64_t pp_shared_cost(int64_t num_blocks, const pp_kv_layout *layout, int64_t l
 /* Functions that return int return 0 or an errno. */
 
 /* Makes a pool in an empty file, with memory for the first `limit` blocks.  EEXIST: the file has a pool.  ENOSPC: the
- * file system has too little memory.  ENOMEM: no file can have that many bytes. */
+ * file system has too little memory.  ENOMEM: no file can have that many bytes.  ETIMEDOUT: another process is making
+ * the pool, and the file has not grown for PP_SHARED_PATIENCE. */
 int pp_shared_create(int fd, const pp_shared_shape *shape, int64_t limit, uint64_t seed);
 
 /* Reads the shape of a pool.  EBADMSG: the file is not a pool of this version, or its sizes disagree. */
@@ -163,7 +180,8 @@ int pp_shared_read_cost(int fd, char *budget, int64_t *bytes);
  * On success `view` owns fd.  EUSERS: all slots are in use. */
 int pp_shared_open(pp_shared *view, int fd, const pp_shared_shape *shape);
 
-/* Drops all bits of this process and its slot: the view is stale from now on.  pp_shared_close also closes the file;
+/* Drops all bits of this process and its slot: the view is stale from now on.  A thread that changes the limit ends its
+ * step first.  pp_shared_close also closes the file;
  * the pages become private zeros, so that late readers and writers touch no block of another process.  pp_shared_free
  * also unmaps them. */
 void pp_shared_leave(pp_shared *view);
@@ -173,7 +191,8 @@ void pp_shared_free(pp_shared *view);
 /* True when the view is closed: by pp_shared_close, in a child after fork, or because other processes took this one for
  * dead. */
 static inline int pp_shared_is_stale(const pp_shared *view) {
-    return __atomic_load_n(&view->slot->epoch, __ATOMIC_ACQUIRE) != view->epoch;
+    const uint64_t epoch = __atomic_load_n(&view->epoch, __ATOMIC_RELAXED);
+    return __atomic_load_n(&view->slot->epoch, __ATOMIC_ACQUIRE) != epoch;
 }
 
 /* Takes n free blocks, all or none.  PP_EXHAUSTED if there are fewer, after a sweep of dead processes, or if stale. */
@@ -184,11 +203,19 @@ static inline int pp_shared_is_held_elsewhere(const pp_shared *view, int32_t blo
     return ((uint32_t)__atomic_load_n(&view->words[block], __ATOMIC_ACQUIRE) & ~(uint32_t)view->bit) != 0;
 }
 
-/* Clears this process's bit of each block.  Its private count must be 0.  A block may be given twice.  Also returns the
- * memory of the blocks at or above the limit that are free then. */
+/* Clears this process's bit of each block.  Its private count must be 0.  A block may be given twice.  The memory of
+ * blocks at or above the limit is pending then. */
 void pp_shared_drop(pp_shared *view, const int32_t *blocks, int64_t n);
 
-/* Sweeps every dead process; returns how many there were. */
+/* Returns the memory of pending blocks that are free.  If the limit is being changed, they stay pending. */
+void pp_shared_return_pending(pp_shared *view);
+
+/* Whether blocks are pending. */
+static inline int pp_shared_has_pending(const pp_shared *view) {
+    return __atomic_load_n(&view->pending_end, __ATOMIC_RELAXED) != 0;
+}
+
+/* Sweeps every dead process; returns how many there were.  All blocks are pending if there was one. */
 int pp_shared_reap(pp_shared *view);
 
 /* Blocks that can be allocated now, and blocks with any holder.  O(num_blocks): about 30 us for 100,000. */
@@ -198,16 +225,24 @@ int64_t pp_shared_count_in_use(const pp_shared *view);
 /* The number of blocks that may be allocated, from 0 to num_blocks. */
 int64_t pp_shared_limit(const pp_shared *view);
 
-/* Sets the limit for all processes.  A higher one allocates memory first: ENOSPC.  A lower one returns no memory: see
- * pp_index_set_limit. */
-int pp_shared_set_limit(pp_shared *view, int64_t limit);
+/* Locks the limit against other processes and threads.  Returns 0, ESTALE, or ETIMEDOUT after `patience` ns;
+ * `blocker` of the view has the process then. */
+int pp_shared_lock_limit(pp_shared *view, int64_t patience);
+void pp_shared_unlock_limit(pp_shared *view);
 
-/* Returns to the system the memory of the free blocks from `begin` to `end` that are at or above the limit, in runs as
- * long as possible.  Without `wait` it does nothing while another process changes the limit. */
-void pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int wait);
+/* Raises the limit for all processes, in steps: each allocates 64 MiB at most and waits for `patience` ns at most.
+ * If one fails, `reached` is where the limit stays; else `limit`, or more if another process has raised it.  ENOSPC. */
+int pp_shared_raise_limit(pp_shared *view, int64_t limit, int64_t patience, int64_t *reached);
+
+/* Returns to the system the memory of the free blocks from `begin` to `end` that are at or above the limit, in runs
+ * of 64 MiB at most.  Does nothing if the limit cannot be locked within `patience` ns.  Returns 0 or an errno. */
+int pp_shared_return_memory(pp_shared *view, int64_t begin, int64_t end, int64_t patience);
 
 /* Bytes of memory that the file has, or -1 with errno. */
 int64_t pp_shared_allocated(int fd);
+
+/* The process that has the slot with a bit; 0 if `owner` is not the bit of a slot. */
+int64_t pp_shared_process_of(const pp_shared *view, uint64_t owner);
 
 /* Number of processes that are attached. */
 int pp_shared_processes(const pp_shared *view);
