@@ -32,7 +32,7 @@ class FakeRunner:
     """A ModelRunner without a model: `model` is None.
 
     next_token   a function from all tokens of a sequence to logits of `VOCABULARY` tokens; by default random logits
-    fails        a function from a batch to an exception to raise, or None
+    fails        a function from the tokens of a step to an exception to raise, or None
     step_seconds duration of a step
     """
 
@@ -48,7 +48,7 @@ class FakeRunner:
         self.max_model_len = max_model_len
         self.tables = BlockTables(64, num_blocks)
         self.next_token = next_token or random_logits
-        self.fails = fails or (lambda batch: None)
+        self.fails = fails or (lambda tokens: None)
         self.step_seconds = step_seconds
         self.is_closed = False
         self.threads = set()
@@ -63,14 +63,14 @@ class FakeRunner:
         return Scheduler(config, self.pool, prefix_cache)
 
     def run(self, batch):
-        self.threads.add(threading.current_thread().name)
-        error = self.fails(batch)
-        if error is not None:
-            raise error
-        time.sleep(self.step_seconds)
         return self.forward(batch.tokens, batch.states, [int(wants) for wants in batch.wants_token])
 
     def forward(self, tokens, sequences, keep):
+        self.threads.add(threading.current_thread().name)
+        error = self.fails(tokens)
+        if error is not None:
+            raise error
+        time.sleep(self.step_seconds)
         self.tables.fill(sequences, [len(row) for row in tokens])
         fed = np.concatenate(tokens).astype(np.float32)
         rows = np.repeat(fed, 8).reshape(-1, 1, 8)

@@ -23,7 +23,7 @@ from pagepool.engine.logits import Logits
 from pagepool.engine.memory import check_memory, pool_tokens, present
 from pagepool.engine.openmp import OpenmpWorkers
 from pagepool.engine.prompt_logprobs import PromptLogprobs
-from pagepool.engine.sampling import Sampler, sampling_defaults_of
+from pagepool.engine.sampling import Sampler, check_logits, sampling_defaults_of
 from pagepool.engine.tokenizing import stop_token_ids_of
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.memory.budget import MemoryBudget
@@ -398,27 +398,25 @@ class Engine(Intake):
         largest = rows.largest() if any(request.sampler.takes_largest for request in requests) else []
         for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):
             begin, end = ends[place : place + 2]
-            if begin != end:
-                try:
-                    if request.prompt is not None:
-                        request.prompt.add(rows[begin:end])
-                    if not batch.wants_token[place]:
-                        continue
-                    if request.request.params.max_new_tokens == 0:
-                        tokens[place] = 0
-                        continue
-                    if request.sampler.takes_largest and largest[end - 1] >= 0:
-                        tokens[place] = token = request.sampler.take(largest[end - 1])
-                        pieces.append((seq_id, request, token, (None, {})))
-                        continue
-                    logits = rows[end - 1]
-                    tokens[place] = token = request.sampler.sample(logits)
-                    pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
-                except RequestRejected as error:  # the model has not failed
-                    self._fail(seq_id, error)
-                except Exception as error:
-                    logger.error("sampling failed for the request %s", request.request_id, exc_info=error)
-                    self._fail(seq_id, error)
+            try:
+                if request.prompt is not None:
+                    request.prompt.add(rows[begin:end])
+                if not batch.wants_token[place] or request.request.params.max_new_tokens == 0:
+                    check_logits(rows[end - 1], rows[end - 1].max())
+                    tokens[place] = 0 if batch.wants_token[place] else None
+                    continue
+                if request.sampler.takes_largest and largest[end - 1] >= 0:
+                    tokens[place] = token = request.sampler.take(largest[end - 1])
+                    pieces.append((seq_id, request, token, (None, {})))
+                    continue
+                logits = rows[end - 1]
+                tokens[place] = token = request.sampler.sample(logits)
+                pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
+            except RequestRejected as error:  # the model has not failed
+                self._fail(seq_id, error)
+            except Exception as error:
+                logger.error("sampling failed for the request %s", request.request_id, exc_info=error)
+                self._fail(seq_id, error, is_wrong=not rows.is_right(slice(begin, end)))
         self.scheduler.commit(batch, tokens)
         for piece in pieces:
             try:
@@ -435,19 +433,19 @@ class Engine(Intake):
         Returns
         -------
         rows : Logits
-            Rows of all sequences, one sequence after the other. A sequence has a row for its last token if
-            `batch.wants_token` is set, and one for each prompt token with requested log probabilities.
+            Rows of all sequences, one sequence after the other. A sequence has a row for its last token, and one for
+            each prompt token with requested log probabilities. The row of a chunk shows whether its pages are right.
         ends : list of int
             The rows of sequence i are `rows[ends[i]:ends[i + 1]]`.
         """
-        keep = [int(wants) for wants in batch.wants_token]
+        keep = [1] * len(batch)
         for place, running in enumerate(requests):
             if running.prompt is not None:
                 fed = self.scheduler.get_sequence(batch.seq_ids[place]).fed
                 keep[place] = max(keep[place], running.prompt.num_wanted(fed))
         if hasattr(self.runner, "logits"):
             logits = self.runner.logits(batch.tokens, batch.states, keep)
-        elif sum(keep) == sum(batch.wants_token):
+        elif keep == batch.wants_token:
             logits = self.runner.run(batch)
         else:
             logits = self.runner.forward(batch.tokens, batch.states, keep)
@@ -480,8 +478,9 @@ class Engine(Intake):
             stopped = self._requests[sequence.id].request.detokenizer.stopped
             self._end(sequence.id, "stop" if stopped else sequence.finish_reason)
 
-    def _fail(self, seq_id: int, error: Exception) -> None:
-        self.scheduler.remove_sequence(seq_id)
+    def _fail(self, seq_id: int, error: Exception, is_wrong: bool = False) -> None:
+        """End a request. If the model returned NaN, pages that it wrote or read may have NaN: no request finds them."""
+        self.scheduler.remove_sequence(seq_id, discard=is_wrong)
         self._end(seq_id, "error", error)
 
     def _end(self, seq_id: int, reason: str, error: BaseException | None = None) -> None:

@@ -37,6 +37,10 @@ class Logits:
         rows = self._rows[place]
         return (rows.astype(np.uint32) << 16).view(np.float32) if rows.dtype == np.uint16 else rows
 
+    def is_right(self, place: slice) -> bool:
+        """Whether the largest logit of each of these rows is finite. It is not if the last hidden state has a NaN."""
+        return bool(np.isfinite(self[place].max(-1)).all())
+
     def largest(self) -> list[int]:
         """Return the token with the largest logit of each row in bfloat16, the first one if several are equal.
 

@@ -24,6 +24,7 @@ NEEDED = (
     "block_size",
     "cache_blocks",
     "cached_tokens",
+    "discard",
     "epoch",
     "evict",
     "evictable",
@@ -229,6 +230,11 @@ class PrefixAdapter:
         if seq.fed and self.checkpoints.index.aligned(seq.fed) == seq.fed:
             tokens, keys = self._tokens(seq, seq.fed), {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
             self.checkpoints.save(seq.kv.state.index, tokens, seq.fed, reason, **keys)
+
+    def discard(self, seq: Sequence) -> None:
+        """Forget all blocks of `seq` in the cache: their keys or values may be wrong. `seq` publishes nothing more."""
+        if self.cache is not None and seq.kv is not None:
+            self.cache.discard([block for table in getattr(seq.kv, "kv", [seq.kv]) for block in table.blocks])
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Cache the full blocks among the first `num_tokens` tokens of `seq`.

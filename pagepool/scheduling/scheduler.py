@@ -333,11 +333,22 @@ class Scheduler:
             self._guard.is_changing = True
             self._stop(seq, "stop")
 
-    def remove_sequence(self, seq_id: int) -> None:
-        """Forget a sequence entirely and free its blocks. Unknown ids are ignored."""
+    def remove_sequence(self, seq_id: int, *, discard: bool = False) -> None:
+        """Forget a sequence entirely and free its blocks. Unknown ids are ignored.
+
+        Parameters
+        ----------
+        seq_id : int
+            The sequence.
+        discard : bool
+            Also forget the blocks that it has written or read in the prefix cache, because the model returned NaN for
+            it: see `PrefixCache.discard`.
+        """
         with self._guard:
             seq = self._sequences.get(seq_id)
             self._guard.is_changing = True
+            if discard and seq is not None:
+                self._prefix.discard(seq)
             self._stop(seq, "abort")
             self._finished.pop(seq_id, None)
             self._sequences.pop(seq_id, None)

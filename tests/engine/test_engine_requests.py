@@ -134,8 +134,8 @@ def test_requests_that_wait_end_when_their_caller_leaves():
 def test_a_failure_of_the_model_ends_the_requests_of_that_step_and_no_other():
     failing = []
 
-    def fails(batch):
-        return ArithmeticError("overflow") if any(7 in tokens for tokens in batch.tokens) else None
+    def fails(tokens):
+        return ArithmeticError("overflow") if any(7 in row for row in tokens) else None
 
     runner = FakeRunner(fails=fails, step_seconds=0.002)
     with new_engine(runner, config=SchedulerConfig(max_sequences=1)) as engine:
@@ -173,6 +173,41 @@ def test_nan_logits_end_only_their_request():
         assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
         assert "token 40 is nan" in str(both[0].error)
         engine.check()
+
+
+def test_nan_of_a_prompt_chunk_leaves_nothing_in_the_prefix_cache():
+    """Also the chunks before it, and the cached blocks that it read: one of them may be the cause."""
+    prompt, wrong = [*range(1, 41)], []
+
+    def next_token(tokens):
+        return random_logits(tokens) * (np.nan if len(tokens) in wrong else 1)
+
+    config = SchedulerConfig(max_prefill_tokens=16)
+    with new_engine(FakeRunner(next_token=next_token), config=config) as engine:
+        wanted = engine.submit(prompt, SamplingParams(5)).result(SECONDS).token_ids
+        for length in (16, 32, 40, 42):  # ends of chunks, and a later token
+            wrong[:] = [length]
+            failed = engine.submit([length, *prompt[1:]], SamplingParams(5))
+            with pytest.raises(RuntimeError, match="is nan: the model has failed"):
+                list(failed)
+            wrong.clear()
+            assert engine.prefix_cache.cached_tokens([length, *prompt[1:]]) == 0
+        wrong[:] = [40]
+        with pytest.raises(RuntimeError):
+            list(engine.submit(prompt, SamplingParams(5)))  # it has read the 36 cached tokens
+        wrong.clear()
+        again = engine.submit(prompt, SamplingParams(5)).result(SECONDS)
+        assert (again.num_cached, again.token_ids) == (0, wanted)
+        engine.check()
+
+
+def test_a_request_whose_own_parameters_leave_no_token_forgets_no_pages():
+    prompt = [*range(1, 41)]
+    with new_engine() as engine:
+        engine.submit(prompt, SamplingParams(5)).result(SECONDS)
+        impossible = engine.submit(prompt, SamplingParams(5, min_tokens=1, stop_token_ids=range(256)))
+        assert impossible.result(SECONDS).finish_reason == "error"
+        assert engine.submit(prompt, SamplingParams(5)).result(SECONDS).num_cached == 36
 
 
 def test_a_failed_tokenizer_ends_only_its_request():

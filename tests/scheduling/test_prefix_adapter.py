@@ -397,6 +397,24 @@ def test_discarded_blocks_are_not_cached_again_by_sequences_that_hold_them(forge
     cache.check()
 
 
+def test_a_sequence_that_is_removed_with_its_blocks_leaves_only_the_blocks_of_others():
+    scheduler, cache = make(max_prefill_tokens=8)
+    for prompt in ([1] * 8 + [2] * 12, [1] * 8 + [3] * 12):
+        scheduler.add_request(prompt, 40)
+        for _ in range(3):
+            run_step(scheduler)
+    assert cache.num_cached == 8 and scheduler.get_sequence(2).num_cached == 8
+    scheduler.remove_sequence(2, discard=True)
+    assert cache.cached_tokens([1] * 8) == 0 and cache.num_cached == 3  # behind the two that both have read
+    scheduler.remove_sequence(7, discard=True)  # unknown: nothing
+    run_to_end(scheduler)
+    assert cache.num_cached == 3
+    scheduler.add_request([1] * 8 + [2] * 12, 24)
+    run_to_end(scheduler)
+    assert cache.cached_tokens([1] * 8 + [2] * 12) == 20
+    cache.check()
+
+
 class InterruptedCache:
     """A prefix cache in which another thread resets right behind a look-up, or right before a publication."""
 

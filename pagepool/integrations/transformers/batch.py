@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -64,10 +65,17 @@ class Batch:
             output = self._running[number]
             if output.status is RequestStatus.PENDING:
                 output.status, output.lifespan = RequestStatus.PREFILLING, (now, -1)
-        logits = self._runner.run(batch)
-        wanted = [number for number, wants in zip(batch.seq_ids, batch.wants_token, strict=True) if wants]
-        chosen = iter(self._choose(wanted, logits))
-        tokens = [next(chosen) if wants else None for wants in batch.wants_token]
+        logits = self._runner.forward(batch.tokens, batch.states, [1] * len(batch))
+        are_right = logits.amax(-1).isfinite().tolist()
+        wants = [is_right and wants for is_right, wants in zip(are_right, batch.wants_token, strict=True)]
+        wanted = list(compress(batch.seq_ids, wants))
+        chosen = iter(self._choose(wanted, logits[torch.tensor(wants)]))
+        tokens = [next(chosen) if wants_token else None for wants_token in wants]
+        for number, is_right in zip(batch.seq_ids, are_right, strict=True):
+            if not is_right:  # before `commit`, so that none of the pages of this step is cached
+                self._scheduler.remove_sequence(number, discard=True)
+                output = self._running.pop(number)
+                output.error, output.status = "a logit is NaN or infinite: the model has failed", RequestStatus.FAILED
         self._scheduler.commit(batch, tokens)
         now = time.perf_counter()
         for number in wanted:
@@ -78,7 +86,7 @@ class Batch:
             output = self._running.pop(sequence.id)
             output.generated_tokens, output.status = sequence.output_tokens, RequestStatus.FINISHED
             output.lifespan = (output.lifespan[0], now)
-        return len(ended)
+        return len(ended) + sum(not is_right for is_right in are_right)
 
     def _choose(self, numbers: Sequence[int], logits: torch.Tensor) -> list[int]:
         """Sample the next token of each request according to the generation config."""

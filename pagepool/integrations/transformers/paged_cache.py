@@ -21,15 +21,16 @@ KEPT = 256  # number of tokens that can be cropped from a sequence with windows,
 class Row:
     """One row of a batch: its sequence, and its tokens without padding."""
 
-    __slots__ = ("sequence", "tokens")
+    __slots__ = ("is_right", "sequence", "tokens")
 
-    def __init__(self, sequence: Any, tokens: list[int]) -> None:
+    def __init__(self, sequence: Any, tokens: list[int], is_right: bool = True) -> None:
         self.sequence = sequence
         self.tokens = tokens
+        self.is_right = is_right  # false after NaN or an infinite largest logit: its pages may have NaN
 
     def fork(self) -> Row:
         """Return a new row with the same tokens, on the same pages."""
-        return Row(self.sequence.fork(), list(self.tokens))
+        return Row(self.sequence.fork(), list(self.tokens), self.is_right)
 
 
 def says_something(value: Any) -> bool:
@@ -193,9 +194,11 @@ class PagedCache(Cache):
         except BaseException:
             self.close()  # some rows have slots for tokens without computed keys and values
             raise
-        for row, new in zip(rows, tokens, strict=True):
+        parts = list(logits.split(keep))
+        for row, new, part in zip(rows, tokens, parts, strict=True):
             row.tokens += new
-        return list(logits.split(keep))
+            row.is_right &= not new or bool(part[-1].max().isfinite())
+        return parts
 
     def _make_room(self, rows: list[Row], tokens: list[list[int]]) -> None:
         """Evict cached blocks until the new tokens have room. A row may need one more, to copy a shared block."""
@@ -221,11 +224,17 @@ class PagedCache(Cache):
             taken.add(number)
 
     def close(self) -> None:
-        """Cache full blocks in the prefix cache and free the rest. A second call does nothing."""
+        """Cache full blocks in the prefix cache and free the rest. A second call does nothing.
+
+        If the model returned NaN for a row, the cache forgets the blocks that the row has read or written.
+        """
         rows, self._rows = self._rows, []
         for row in rows:
             if self._prefix_cache is not None and self._shares:
-                self._prefix_cache.cache_blocks(row.tokens, row.sequence.blocks, epoch=self._epoch)
+                if row.is_right:
+                    self._prefix_cache.cache_blocks(row.tokens, row.sequence.blocks, epoch=self._epoch)
+                else:
+                    self._prefix_cache.discard(row.sequence.blocks)
             row.sequence.close()
 
     def reset(self) -> None:
