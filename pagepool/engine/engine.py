@@ -192,6 +192,7 @@ class Engine(Intake):
         self._requests: dict[int, _Running] = {}
         self._changed = Condition()  # guards the requests, `is_accepting`, `failure` and the field below
         self._is_closing = False
+        self._resets_wanted = self._resets_done = 0  # calls of `reset_prefix_cache`
         self._stepping = Lock()  # held by the stepping thread during a step
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
@@ -307,6 +308,28 @@ class Engine(Intake):
                 self.scheduler.check()
             check_memory(self.runner, self.prefix_cache, is_idle=not self._requests)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, including those of the store, between two steps. Waits until this is done.
+
+        Sequences that run go on; what they have computed is not cached.
+
+        Raises
+        ------
+        EngineClosed
+            If the engine is closed or has failed.
+        """
+        with self._changed:
+            self._resets_wanted += 1
+            number = self._resets_wanted
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._resets_done >= number or self._is_closing or self.failure is not None)
+            if self._resets_done < number:
+                raise EngineClosed("the engine has ended: it has no prefix cache to reset") from self.failure
+
+    @property
+    def _wants_reset(self) -> bool:
+        return self._resets_done < self._resets_wanted
+
     def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests and wait until all requests have ended.
 
@@ -351,9 +374,13 @@ class Engine(Intake):
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closing or self.scheduler.has_work)
+                    self._changed.wait_for(lambda: self._is_closing or self._wants_reset or self.scheduler.has_work)
                     if self._is_closing:
                         break
+                    if self._wants_reset and self.prefix_cache is not None:
+                        self.prefix_cache.reset_prefix_cache()
+                    self._resets_done = self._resets_wanted
+                    self._changed.notify_all()
                 with self._stepping:
                     self._step()
                     self._step_began = None
@@ -363,6 +390,7 @@ class Engine(Intake):
             logger.critical("the engine's stepping thread failed: it accepts no more requests", exc_info=error)
         with self._changed:
             self.is_accepting, self.failure = False, failure
+            self._changed.notify_all()
         try:
             with self._stepping:
                 self.scheduler.close()
