@@ -13,6 +13,7 @@ from typing import NoReturn
 from pagepool._version import __version__
 from pagepool.cli import config, generate, pool, record, replay, replay_options, serve
 from pagepool.cli.output import STDOUT, check_writable, drop_output, is_closed, written_to
+from pagepool.cli.settings import with_settings
 from pagepool.cli.usage import UsageError
 from pagepool.errors import PoolError
 from pagepool.replay.driver import ReplayFailed
@@ -74,7 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pool.add_arguments(commands.add_parser("pool", help=summary, description=summary, allow_abbrev=False))
     summary = "Print the compiler flags for C and Cython programs that use pagepool."
     config.add_arguments(commands.add_parser("config", help=summary, description=summary, allow_abbrev=False))
-    chosen, unknown = parser.parse_known_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["serve"]:
+        try:
+            given[1:] = with_settings(commands.choices["serve"], "PAGEPOOL_SERVE_", given[1:], os.environ)
+        except UsageError as error:
+            return _fail(BAD_INPUT, str(error))
+    chosen, unknown = parser.parse_known_args(given)
     if unknown:
         commands.choices[chosen.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     with _every_name_printable():
