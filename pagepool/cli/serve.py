@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import resource
+import signal
 import socket
 import ssl
 import stat
@@ -22,7 +23,7 @@ from typing import Any
 
 from pagepool._version import __version__
 from pagepool.cli.model_options import add_model_arguments, model_directory, open_engine, require, summary_of
-from pagepool.cli.supervise import GRACE, Drain, watch
+from pagepool.cli.supervise import GRACE, Drain, Watched, watch
 from pagepool.cli.usage import UsageError, between, file_name
 
 __all__ = ["add_arguments", "run"]
@@ -38,11 +39,13 @@ MAX_CONNECTIONS = 1 << 20
 # otherwise it could close a connection while a client sends a request on it.
 KEEP_ALIVE = 30
 SPARE_FILES = 64  # file descriptors for purposes other than connections
+logger = logging.getLogger("pagepool")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `pagepool serve`."""
     add = parser.add_argument
+    add("--config", type=file_name, metavar="FILE", help="read options from this TOML file, such as max-requests = 64")
     add("--host", default="127.0.0.1", help="address to listen at; default: 127.0.0.1")
     add("--port", type=between(0, MAX_PORT), default=8000, metavar="N", help="default: 8000; 0: any free port")
     add("--name", metavar="NAME", help="name of the model for clients; default: the name of its directory")
@@ -90,7 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-access-log", action="store_true", help="do not log a line for each request")
     _add_security_arguments(parser)
     add_model_arguments(parser)
-    parser.epilog = "SIGTERM and Ctrl-C close the port and let running requests end; a second signal aborts them."
+    parser.epilog = (
+        "SIGTERM, SIGHUP and Ctrl-C let running requests end, refuse others, and then close the port; a second signal "
+        "aborts them. An option such as --max-requests can also be set by PAGEPOOL_SERVE_MAX_REQUESTS or in --config."
+    )
 
 
 def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +107,11 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
         type=file_name,
         metavar="FILE",
         help="a file with one key per line, or a tenant and its key; tenants share no cached prefixes",
+    )
+    add(
+        "--admin-key",
+        metavar="KEY",
+        help="the key for POST /reset_prefix_cache; default: only clients on this machine may use that path",
     )
     add(
         "--allowed-host",
@@ -164,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
             loading,
             http=connection,
             log_level="warning",
-            timeout_graceful_shutdown=options.drain + GRACE,
+            timeout_graceful_shutdown=GRACE,
             access_log=False,
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE,
@@ -173,6 +184,8 @@ def run(options: argparse.Namespace) -> int:
             ssl_keyfile=options.ssl_keyfile,
         )
         serving = Serving(options, uvicorn.Server(config), loading, keys, url)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            signal.signal(signal.SIGHUP, serving.drain)
         return serving.run(sock)
 
 
@@ -182,7 +195,8 @@ class Serving:
     def __init__(self, options: argparse.Namespace, server: Any, loading: Any, keys: dict[str, str], url: str) -> None:
         self._options, self._server, self._loading, self._keys, self._url = options, server, loading, keys, url
         self._name = options.name or model_directory(options.model).resolve().name
-        self._drain = server.handle_exit = Drain(server, options.drain)
+        self.drain = server.handle_exit = Drain(server, options.drain)
+        self._files = Watched([options.api_key_file], [options.ssl_certfile, options.ssl_keyfile])
         self._ended = Event()
         self._error: BaseException | None = None  # the exception that ended the thread
         self._status = 0
@@ -208,16 +222,32 @@ class Serving:
         try:
             with open_engine(self._options, "pagepool serve") as engine:
                 self._loading.app = app = self._app(engine)
-                self._drain.begin(engine, app.state.stop)
+                self.drain.begin(engine, app.state)
                 for line in summary_of(engine, self._options):
                     say(f"  {line}")
                 say(f"pagepool: {self._name} at {self._url}/v1")
-                watch(engine, self._server, self._options.step_timeout, self._ended)
+                watch(engine, self._server, self._options.step_timeout, self._ended, self._reload)
                 self._ended.wait()  # the server uses the engine until it has ended
                 self._status = 0 if engine.failure is None else 1
         except BaseException as error:
             self._error = error
             self._server.should_exit = True
+
+    def _reload(self) -> None:
+        """Read API keys and certificate again if their files have changed. A file with an error changes nothing."""
+        options = self._options
+        keys_changed, certificate_changed = self._files.changes()
+        try:
+            if keys_changed:
+                keys = read_keys(options.api_key, options.api_key_file)
+                self._loading.app.state.set_api_keys(keys)
+                logger.info("%s: read again, %d API keys", options.api_key_file, len(keys))
+            if certificate_changed:
+                check_certificate(options.ssl_certfile, options.ssl_keyfile)
+                self._server.config.ssl.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+                logger.info("%s: read again", options.ssl_certfile)
+        except (UsageError, OSError) as error:
+            logger.error("the earlier API keys and certificate stay: %s", error)
 
     def _app(self, engine: Any) -> Any:
         options = self._options
@@ -228,6 +258,7 @@ class Serving:
             max_requests=options.max_requests,
             timeout=options.timeout,
             api_keys=self._keys,
+            admin_key=options.admin_key,
             allowed_hosts=["*"] if options.uds else [options.host, *options.allowed_host],
             allowed_origins=options.allowed_origin,
             priorities=options.priorities,

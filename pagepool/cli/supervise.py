@@ -7,13 +7,15 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from threading import Event
 from time import monotonic
 from typing import Any
 
-__all__ = ["GRACE", "Drain", "Figures", "watch"]
+__all__ = ["GRACE", "Drain", "Figures", "Watched", "watch"]
 
-POLL = 0.25  # seconds between two checks of the engine
+POLL = 0.25  # seconds between two checks of the engine and of files
+DRAIN_POLL = 0.05  # seconds between two checks whether all requests have been answered
 GRACE = 2.0  # seconds for clients to read the error of an aborted request
 INTERVAL = 10.0  # seconds between two lines of figures
 logger = logging.getLogger("pagepool")
@@ -22,18 +24,19 @@ logger = logging.getLogger("pagepool")
 class Drain:
     """Signal handler: the first signal waits `seconds` for requests, then aborts them. A second aborts them at once.
 
-    Until `begin` the model is being loaded, and a signal ends the process. Python calls signal handlers in the main
-    thread, which runs the event loop.
+    While it waits, the port stays open, and new requests get status 503. Until `begin` the model is being loaded, and a
+    signal ends the process. Python calls signal handlers in the main thread, which runs the event loop.
     """
 
     def __init__(self, server: Any, seconds: float) -> None:
         self._server, self._seconds = server, seconds
         self._engine: Any = None
-        self._stop: Any = None
+        self._state: Any = None
+        self._end: float | None = None  # when the port is closed at the latest
 
-    def begin(self, engine: Any, stop: Any) -> None:
-        """Make signals wait for the requests of this engine. `stop` aborts them."""
-        self._stop, self._engine = stop, engine
+    def begin(self, engine: Any, state: Any) -> None:
+        """Make signals wait for the requests of this engine. `state` is the one of its app."""
+        self._state, self._engine = state, engine
 
     def __call__(self, number: int, frame: Any) -> None:
         if self._engine is None:
@@ -41,16 +44,54 @@ class Drain:
             os.kill(os.getpid(), number)
             return
         loop = asyncio.get_running_loop()
-        if self._server.should_exit:
-            loop.call_soon_threadsafe(self._stop)
+        if self._end is not None:
+            loop.call_soon_threadsafe(self._state.stop)
             loop.call_soon_threadsafe(loop.call_later, GRACE, setattr, self._server, "force_exit", True)
+            self._end = min(self._end, monotonic() + GRACE)
             return
-        self._server.should_exit = True
+        self._end = monotonic() + self._seconds + GRACE
         if count := self._engine.num_requests:
             noun = "1 request runs" if count == 1 else f"{count} requests run"
             sentence = f"pagepool: {noun}, waiting up to {self._seconds} s; a second signal aborts at once"
             print(sentence, file=sys.stderr, flush=True)
-        loop.call_soon_threadsafe(loop.call_later, self._seconds, self._stop)
+        loop.call_soon_threadsafe(self._state.drain)
+        loop.call_soon_threadsafe(loop.call_later, self._seconds, self._state.stop)
+        loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        """Close the port when all requests have been answered, or at the end of the time."""
+        assert self._end is not None
+        if not self._server.server_state.tasks or monotonic() > self._end:
+            self._server.should_exit = True
+        else:
+            asyncio.get_running_loop().call_later(DRAIN_POLL, self._look)
+
+
+class Watched:
+    """Groups of files. `changes` tells for each group whether one of its files has changed since the last call."""
+
+    def __init__(self, *groups: list[str | None]) -> None:
+        self._groups, self._known = groups, [self._stamps(group) for group in groups]
+
+    def changes(self) -> list[bool]:
+        """Return true for each group of which a file has changed. A file that is missing has not changed."""
+        found = []
+        for number, group in enumerate(self._groups):
+            stamps = self._stamps(group)
+            found.append(None not in stamps and stamps != self._known[number])
+            if found[-1]:
+                self._known[number] = stamps
+        return found
+
+    def _stamps(self, group: list[str | None]) -> list[tuple[int, ...] | None]:
+        found: list[tuple[int, ...] | None] = []
+        for path in filter(None, group):
+            try:
+                stat = os.stat(path)
+                found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+            except OSError:
+                found.append(None)
+        return found
 
 
 class Figures:
@@ -84,19 +125,24 @@ class Figures:
         )
 
 
-def watch(engine: Any, server: Any, step_timeout: float, ended: Event) -> None:
-    """Log figures until `ended`. Stops the server if the engine fails, and ends the process if a step hangs."""
+def watch(engine: Any, server: Any, step_timeout: float, ended: Event, reload: Callable[[], None]) -> None:
+    """Log figures and call `reload` until `ended`.
+
+    Stops the server if the engine fails, and ends the process if a step hangs.
+    """
     figures, due = Figures(engine), monotonic() + INTERVAL
     while not ended.wait(POLL):
         if engine.failure is not None:
             server.should_exit = True
             return
         if engine.seconds_in_step > step_timeout:
+            engine.failure = TimeoutError(f"a step has not ended within {step_timeout:g} s")
             engine.is_accepting = False
             logger.critical("a step has not ended within %g s (--step-timeout): the process exits", step_timeout)
             ended.wait(GRACE)  # load balancers can read status 503 of `/health` in this time
             logging.shutdown()
             os._exit(1)  # a normal exit would wait for the stepping thread, which cannot be stopped
+        reload()
         if monotonic() >= due:
             due += INTERVAL
             if (line := figures.line()) is not None:

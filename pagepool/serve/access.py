@@ -15,9 +15,26 @@ from pagepool.serve.errors import RequestError
 from pagepool.serve.fields import PATHS
 from pagepool.serve.http import on_refusal
 
-__all__ = ["Access", "salt_of"]
+__all__ = ["Access", "Keys", "salt_of"]
 
-OPEN_PATHS = {path for path, one in PATHS.items() if not one.needs_key}  # for probes, which have no key
+PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+class Keys:
+    """The API keys with their tenants, and the admin key. They may be replaced while the server runs."""
+
+    def __init__(self, api_keys: Mapping[str, str], admin_key: str | None = None) -> None:
+        self.admin = None if admin_key is None else digest_of(admin_key)
+        self.set(api_keys)
+
+    def set(self, api_keys: Mapping[str, str]) -> None:
+        """Replace the API keys. Requests that have been accepted go on."""
+        self.api = [(digest_of(key), tenant) for key, tenant in api_keys.items()]
+
+
+def digest_of(key: str) -> bytes:
+    """Return what is kept and compared of a key."""
+    return sha256(key.encode("latin-1", "replace")).digest()
 
 
 class Access:
@@ -27,8 +44,8 @@ class Access:
     ----------
     app : ASGI application
         Gets the accepted requests. Their `state.tenant` is the tenant of the API key, or None.
-    api_keys : mapping of str to str
-        The tenant of each API key. Empty: requests need no key.
+    keys : Keys
+        The keys. Without API keys, requests need none.
     hosts : iterable of str or None
         Accepted names in the Host header, in addition to "localhost" and IP addresses. None or "*": any name.
         The check stops DNS rebinding: another site can resolve its name to this machine, but the browser still sends
@@ -40,12 +57,12 @@ class Access:
     def __init__(
         self,
         app: Any,
-        api_keys: Mapping[str, str],
+        keys: Keys,
         hosts: Iterable[str] | None,
         origins: Iterable[str] | None,
     ) -> None:
         self._app = app
-        self._keys = [(sha256(key.encode()).digest(), tenant) for key, tenant in api_keys.items()]
+        self._keys = keys
         self._hosts = None if hosts is None else {"localhost", *(host.lower() for host in hosts)}
         self._origins = None if origins is None else set(origins)
 
@@ -68,7 +85,11 @@ class Access:
         if origin is not None and self._origins is not None and not self._origins & {origin, "*"}:
             sentence = f"the Origin {origin[:100]!a} is not allowed: see --allowed-origin"
             raise RequestError(403, sentence, "origin_not_allowed")
-        tenant = None if scope["path"] in OPEN_PATHS else self._tenant(headers.get("authorization", ""))
+        tenant, path = None, PATHS.get(scope["path"])
+        if path is not None and path.access == "admin":
+            self._check_admin(scope, headers)
+        elif path is None or path.access != "open":  # probes have no key
+            tenant = self._tenant(headers.get("authorization", ""))
         if scope["method"] == "POST":
             kind = headers.get("content-type", "")
             if kind.partition(";")[0].strip().lower() != "application/json":
@@ -86,14 +107,42 @@ class Access:
 
     def _tenant(self, authorization: str) -> str | None:
         """Return the tenant of the key in the Authorization header. Takes the same time for every key."""
-        if not self._keys:
+        if not self._keys.api:
             return None
-        kind, _, key = authorization.partition(" ")
-        given = sha256(key.strip().encode("latin-1")).digest()
-        found = [tenant for known, tenant in self._keys if compare_digest(known, given)]
-        if kind.lower() != "bearer" or not found:
+        given = bearer(authorization)
+        found = [tenant for known, tenant in self._keys.api if compare_digest(known, given)]
+        if not found:
             raise RequestError(401, "missing or unknown API key: send Authorization: Bearer KEY", "invalid_api_key")
         return found[0]
+
+    def _check_admin(self, scope: Any, headers: Headers) -> None:
+        """Raise `RequestError` unless the client has the admin key, or there is none and the client is on this machine.
+
+        A proxy on this machine passes on requests of other machines, so requests with its headers are refused.
+        """
+        if self._keys.admin is not None:
+            if not compare_digest(self._keys.admin, bearer(headers.get("authorization", ""))):
+                raise RequestError(
+                    401, "this path needs the admin key: send Authorization: Bearer KEY", "invalid_api_key"
+                )
+            return
+        self._tenant(headers.get("authorization", ""))
+        if not is_local(scope.get("client")) or any(name in headers for name in PROXY_HEADERS):
+            raise RequestError(403, "this path is for clients on this machine: see --admin-key", "admin_only")
+
+
+def is_local(client: tuple[str, int] | None) -> bool:
+    """Return true if the client of a request is on this machine. It is None at a Unix socket."""
+    try:
+        return client is None or ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def bearer(authorization: str) -> bytes:
+    """Return the digest of the key in an Authorization header."""
+    kind, _, key = authorization.partition(" ")
+    return digest_of(key.strip()) if kind.lower() == "bearer" else b""
 
 
 def name_of(host: str) -> str:

@@ -25,7 +25,7 @@ from pagepool.engine.protocol import TextEngine
 from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
-from pagepool.serve.access import Access, salt_of
+from pagepool.serve.access import Access, Keys, salt_of
 from pagepool.serve.errors import RequestError, quoted
 from pagepool.serve.fields import PATHS
 from pagepool.serve.http import Bodies, Observer, log_name, on_disconnect, on_http_error, on_refusal, read_id
@@ -60,6 +60,7 @@ def create_app(
     max_requests: int = 256,
     timeout: float = 600.0,
     api_keys: Mapping[str, str] | None = None,
+    admin_key: str | None = None,
     allowed_hosts: Iterable[str] | None = None,
     allowed_origins: Iterable[str] | None = None,
     priorities: tuple[int, int] = (0, 0),
@@ -83,6 +84,8 @@ def create_app(
     api_keys : mapping of str to str, optional
         The tenant of each API key. The scheduler gets the tenant, and tenants do not share prefixes. Default: requests
         need no key.
+    admin_key : str, optional
+        The key for `POST /reset_prefix_cache`. Default: clients on this machine may use that path.
     allowed_hosts : iterable of str, optional
         Accepted names in the Host header, in addition to "localhost" and IP addresses. Default: all.
     allowed_origins : iterable of str, optional
@@ -98,8 +101,9 @@ def create_app(
     Returns
     -------
     Starlette
-        The app. `app.state.stop()` must be called in the event loop. It ends all requests with status 503 and all
-        streams with an error as their last event.
+        The app. `app.state.drain()` refuses new requests with status 503, and `/ready` answers 503 from then on.
+        `app.state.stop()` ends all requests with status 503 and all streams with an error as their last event. Both
+        must be called in the event loop. `app.state.set_api_keys(api_keys)` replaces the keys.
 
     Raises
     ------
@@ -130,9 +134,10 @@ def create_app(
     if allowed_origins:
         cross = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["x-request-id"]}
         layers.append(Middleware(CORSMiddleware, allow_origins=list(allowed_origins), **cross))
-    layers.append(Middleware(Access, api_keys or {}, allowed_hosts, allowed_origins))
+    keys = Keys(api_keys or {}, admin_key)
+    layers.append(Middleware(Access, keys, allowed_hosts, allowed_origins))
     app = Starlette(routes=routes, exception_handlers=handlers, middleware=layers)
-    app.state.stop = server.stop
+    app.state.stop, app.state.drain, app.state.set_api_keys = server.stop, server.drain, keys.set
     return app
 
 
@@ -179,8 +184,13 @@ class Server:
         self._places = Places(engine, max_requests)
         self._bodies = Bodies()
         self._stopping = asyncio.Event()
+        self._is_draining = False
         self._runs: set[Run] = set()  # runs that have not ended
         self._created = int(time())
+
+    def drain(self) -> None:
+        """Refuse new requests. Must be called in the event loop."""
+        self._is_draining = True
 
     def stop(self) -> None:
         """End all requests. Must be called in the event loop."""
@@ -206,10 +216,31 @@ class Server:
         return JSONResponse(self._model_object())
 
     async def health(self, http: HttpRequest) -> Response:
-        """GET /health: status 503 if the engine accepts no requests."""
-        if self._engine.is_accepting:
+        """GET /health: status 503 if the engine has failed."""
+        if self._engine.failure is None:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unavailable"}, 503)
+        return JSONResponse({"status": "failed"}, 503)
+
+    async def ready(self, http: HttpRequest) -> Response:
+        """GET /ready: status 503 if no requests are accepted."""
+        if self._accepts:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "failed" if self._engine.failure is not None else "draining"}, 503)
+
+    @property
+    def _accepts(self) -> bool:
+        return self._engine.is_accepting and not self._is_draining
+
+    async def reset_prefix_cache(self, http: HttpRequest) -> Response:
+        """POST /reset_prefix_cache: forget all cached prefixes."""
+        reset = getattr(self._engine, "reset_prefix_cache", None)
+        if reset is None:
+            raise RequestError(501, "a cluster cannot reset the prefix caches of its workers")
+        try:
+            await asyncio.to_thread(reset)
+        except EngineClosed as error:
+            raise RequestError(503, str(error)) from error
+        return JSONResponse({"status": "ok"})
 
     async def show_metrics(self, http: HttpRequest) -> Response:
         """GET /metrics"""
@@ -372,7 +403,7 @@ class Server:
 
     async def _start(self, request: Request, request_id: str | None) -> list[Generation]:
         """Submit all choices of all prompts to the engine. If this raises `RequestError`, no choice runs."""
-        if not self._engine.is_accepting:
+        if not self._accepts:
             reason = "it is shutting down" if self._engine.failure is None else "the engine has failed"
             raise RequestError(503, f"the server accepts no requests: {reason}")
         loop = asyncio.get_running_loop()

@@ -302,26 +302,33 @@ def check_count(name: str, values: Any, most: int, noun: str) -> None:
 
 @dataclass(frozen=True)
 class Path:
-    """A path of the server. `handler` is the method of `Server` that answers."""
+    """A path of the server. `handler` is the method of `Server` that answers.
+
+    `access` is "key": if the server has keys, a client needs one; "open": it needs none; "admin": it needs the admin
+    key, or must be on this machine.
+    """
 
     method: str
     handler: str
-    limit: str
-    needs_key: bool = True
+    limit: str = ""
+    access: str = "key"
 
 
 BODY = f"body of {MAX_BODY_BYTES >> 20} MiB"
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESET = "/reset_prefix_cache"
 PATHS = {
     COMPLETIONS: Path("POST", "completions", f"{BODY}; prompts times `n`: --max-requests"),
     CHAT: Path("POST", "chat", f"{BODY}; `n`: --max-requests"),
     TOKENIZE: Path("POST", "tokenize", f"{BODY}; counts as 1 of --max-requests"),
     DETOKENIZE: Path("POST", "detokenize", f"{BODY}; counts as 1 of --max-requests"),
-    "/v1/models": Path("GET", "models", ""),
-    "/v1/models/{model:path}": Path("GET", "one_model", ""),
-    "/version": Path("GET", "version", ""),
-    "/metrics": Path("GET", "show_metrics", ""),
-    "/health": Path("GET", "health", "", needs_key=False),
+    "/v1/models": Path("GET", "models"),
+    "/v1/models/{model:path}": Path("GET", "one_model"),
+    "/version": Path("GET", "version"),
+    "/metrics": Path("GET", "show_metrics"),
+    "/health": Path("GET", "health", "needs no key", "open"),
+    "/ready": Path("GET", "ready", "needs no key", "open"),
+    RESET: Path("POST", "reset_prefix_cache", "the body is not read; needs the admin key or a local client", "admin"),
 }
 
 BOTH = (COMPLETIONS, CHAT)

@@ -22,6 +22,6 @@ class Loading:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             found = error_object(RequestError(503, "the model is being loaded"))
-            if scope["path"] == "/health":
+            if scope["path"] in ("/health", "/ready"):
                 found = {"status": "loading"}
             await JSONResponse(found, 503, {"retry-after": "1"})(scope, receive, send)

@@ -338,23 +338,28 @@ def served(*arguments):
     raise AssertionError("".join(lines))
 
 
-def test_sigterm_lets_running_requests_end_and_closes_the_port():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_running_requests_end_and_refuses_others_until_then(number):
     process, name, url = served()
     import httpx
 
-    assert name == "tiny_llama"
-    body = {"model": name, "prompt": "import", "max_tokens": 400, "stream": True, "stop": ["never comes"]}
-    chunks = []
+    assert name == "tiny_llama" and httpx.get(f"{url}/ready").json() == {"status": "ready"}
+    body = {"model": name, "prompt": "import", "max_tokens": 800, "stream": True, "ignore_eos": True}
+    chunks, found = [], []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as response:
         for line in response.iter_lines():
             if line and not chunks:
-                process.send_signal(signal.SIGTERM)
+                process.send_signal(number)
+                while (ready := httpx.get(f"{url}/ready")).status_code == 200:
+                    time.sleep(0.01)
+                found = [ready, httpx.get(f"{url}/health"), httpx.post(f"{url}/v1/completions", json={"prompt": "x"})]
             chunks += [line] if line else []
     assert chunks[-1] == "data: [DONE]"
-    assert json.loads(chunks[-2][6:])["choices"][0]["finish_reason"] in ("length", "stop")
+    assert json.loads(chunks[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert [answer.status_code for answer in found] == [503, 200, 503] and found[2].headers["retry-after"] == "1"
+    assert process.wait(SECONDS) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
-    assert process.wait(SECONDS) == 0
     (line,) = process.communicate()[1].splitlines()
     assert "1 request runs, waiting up to 60 s" in line
 

@@ -26,6 +26,7 @@ from fake_runner import Bytes, FakeRunner, says  # noqa: E402
 from pagepool.cluster.front_end import FrontEnd  # noqa: E402
 from pagepool.cluster.messages import Limits  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
+from pagepool.errors import EngineClosed  # noqa: E402
 from pagepool.serve.app import create_app  # noqa: E402
 from pagepool.serve.connections import Connection  # noqa: E402
 from pagepool.serve.protocol import Answer  # noqa: E402
@@ -718,22 +719,24 @@ def test_a_dead_stepping_thread_is_logged_and_the_server_says_so(caplog, monkeyp
         assert response.status_code == 500 and "secret" not in response.text
         wait_until(lambda: served.engine.failure is not None)
         assert str(served.engine.failure) == "secret"
-        assert served.http.get("/health").status_code == 503
+        assert served.http.get("/health").json() == served.http.get("/ready").json() == {"status": "failed"}
+        with pytest.raises(EngineClosed):
+            served.engine.reset_prefix_cache()
         response = served.post(prompt="x", max_tokens=3)
         assert response.status_code == 503 and "the engine has failed" in response.json()["error"]["message"]
     (record,) = [record for record in caplog.records if record.name == "pagepool" and record.levelname == "CRITICAL"]
     assert str(record.exc_info[1]) == "secret"
 
 
-def test_a_server_that_drains_takes_nothing_new():
+def test_a_server_whose_engine_drains_takes_nothing_new_and_is_alive():
     with serving(FakeRunner(step_seconds=0.01)) as served:
         assert served.http.get("/health").json() == {"status": "ok"}
         stream = served.complete("x", max_tokens=30, stream=True)
         next(iter(stream))
         served.engine.drain(0)
-        health, response = served.http.get("/health"), served.post(prompt="x")
-        assert (health.status_code, response.status_code) == (503, 503)
-        assert "shutting down" in response.json()["error"]["message"]
+        found = [served.http.get("/health"), served.http.get("/ready"), served.post(prompt="x")]
+        assert [answer.status_code for answer in found] == [200, 503, 503]
+        assert found[1].json() == {"status": "draining"} and "shutting down" in found[2].json()["error"]["message"]
         assert list(stream)[-1].choices[0].finish_reason == "length"
 
 

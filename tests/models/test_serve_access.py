@@ -10,6 +10,7 @@ from test_serve import JSON, SECONDS, serving, wait_until
 
 import pagepool
 from pagepool.serve import connections, http
+from pagepool.serve.access import is_local
 
 httpx = pytest.importorskip("httpx", reason="httpx is not installed: make test-models")
 
@@ -37,7 +38,7 @@ def test_without_a_known_key_nothing_but_health_is_answered(served, given):
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/x")):
             response = client.request(method, path, **({"json": {"prompt": "x"}} if method == "POST" else {}))
             assert refusal(response) == (401, "invalid_api_key") and response.headers["www-authenticate"] == "Bearer"
-        assert client.get("/health").status_code == 200
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
 
 
 def test_tenants_see_no_prefixes_of_one_another(served):
@@ -158,6 +159,34 @@ def test_every_answer_has_an_id_and_a_line_in_the_access_log(served, caplog):
     assert ' "GET /health" 200 ' in caplog.records[0].getMessage() and caplog.records[0].getMessage().endswith(
         " s mine"
     )
+
+
+def test_cached_prefixes_are_forgotten_by_local_clients_or_with_the_admin_key(served):
+    prompt = "one more prompt that is longer than some blocks"
+
+    def cached():
+        return served.post(prompt=prompt, max_tokens=1).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def reset(found, **headers):
+        headers = {name.replace("_", "-"): value for name, value in headers.items()}
+        return found.http.post("/reset_prefix_cache", json={}, headers=headers).status_code
+
+    assert [cached() > 0, cached() > 0] == [False, True]
+    assert [reset(served, authorization="Bearer no"), reset(served, x_forwarded_for="192.0.2.7")] == [401, 403]
+    assert reset(served, forwarded="for=127.0.0.1") == 403 and cached() > 0
+    assert reset(served) == 200 and cached() == 0
+    with serving(FakeRunner(), admin_key="root", api_keys=KEYS) as other:
+        keys = ["Bearer root", "Bearer key of one", "root", ""]
+        assert [reset(other, authorization=key) for key in keys] == [200, 401, 401, 401]
+        assert other.http.get("/v1/models", headers={"authorization": "Bearer root"}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("client", "is_allowed"),
+    [(None, True), (("127.0.0.2", 1), True), (("::1", 1), True), (("192.0.2.7", 1), False), (("name", 1), False)],
+)
+def test_a_local_client_is_one_of_this_machine(client, is_allowed):
+    assert is_local(client) == is_allowed
 
 
 # Connections.

@@ -87,6 +87,80 @@ def test_a_file_or_size_that_cannot_be_used_gets_one_sentence(tmp_path, capsys):
     assert file.read_text() == "x"
 
 
+OPTIONS = {
+    "port": ("8001", 8001),
+    "max-requests": ("7", 7),
+    "priorities": ("-1:2", (-1, 2)),
+    "openmp": ("sleep", "sleep"),
+    "pool-bytes": ("16M", 16 << 20),
+    "no-access-log": ("true", True),
+    "show-cached-tokens": ("0", False),
+    "allowed-host": ("a.example b.example", ["a.example", "b.example"]),
+}
+
+
+def variable(name):
+    return "PAGEPOOL_SERVE_" + name.upper().replace("-", "_")
+
+
+def chosen(monkeypatch, *arguments):
+    """The options with which `pagepool serve` would run."""
+    found = []
+    monkeypatch.setattr(serve, "run", lambda options: found.append(vars(options)) or 0)
+    assert cli.main(["serve", *arguments]) == 0
+    return found[0]
+
+
+def test_each_option_can_be_set_by_file_and_environment_and_the_command_line_wins(monkeypatch, tmp_path):
+    file = tmp_path / "options.toml"
+    lines = [
+        "max-requests = 5",
+        "max_connections = 9",
+        'allowed-host = ["x.example"]',
+        "no-access-log = true",
+        'uds = "u"',
+    ]
+    file.write_text("\n".join(lines))
+    for name, (text, _) in OPTIONS.items():
+        monkeypatch.setenv(variable(name), text)
+    monkeypatch.setenv(variable("config"), str(file))
+    found = chosen(monkeypatch, "--port", "8002", "--allowed-host=c.example")
+    wanted = {name.replace("-", "_"): value for name, (_, value) in OPTIONS.items()}
+    wanted |= {"port": 8002, "allowed_host": ["c.example"], "max_connections": 9, "uds": "u"}
+    assert {name: found[name] for name in wanted} == wanted
+    for name in OPTIONS:
+        monkeypatch.delenv(variable(name))
+    found = chosen(monkeypatch)
+    assert (found["max_requests"], found["no_access_log"], found["allowed_host"]) == (5, True, ["x.example"])
+    assert chosen(monkeypatch, "--config", "/dev/null")["max_requests"] == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("port", "tcp://10.0.0.1:80", "PAGEPOOL_SERVE_PORT: 'tcp://10.0.0.1:80' is not a whole number"),
+        ("max-requests", "0", "PAGEPOOL_SERVE_MAX_REQUESTS: must be from 1"),
+        ("openmp", "never", "PAGEPOOL_SERVE_OPENMP: must be one of auto, spin, sleep, not 'never'"),
+        ("no-access-log", "maybe", "PAGEPOOL_SERVE_NO_ACCESS_LOG: must be true or false"),
+        ("prot", "1", "PAGEPOOL_SERVE_PROT: there is no option --prot"),
+        ("config", "/nowhere", "/nowhere: cannot be read"),
+        ("config", "max-requests = 0", "max-requests: must be from 1"),
+        ("config", "max-requests = [1]", "max-requests: must be a text or a number, not list"),
+        ("config", "max-requests", "is not TOML"),
+        ("config", "nothing = 1", "nothing: there is no option --nothing"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_gets_one_sentence_with_its_place(
+    monkeypatch, tmp_path, capsys, name, text, said
+):
+    if name == "config" and text[0] != "/":
+        (tmp_path / "options.toml").write_text(text)
+        text = str(tmp_path / "options.toml")
+    monkeypatch.setenv(variable(name), text)
+    assert cli.main(["serve"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_the_budgets_of_a_step_come_from_the_command_line(monkeypatch, capsys):
     found = []
 
@@ -120,12 +194,16 @@ def test_a_unix_socket_is_private_and_removed_at_exit(tmp_path):
     assert not path.exists()
 
 
+def make_certificate(key, certificate):
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+
+
 def test_tls(tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed, which makes the certificate")
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    make_certificate(key, certificate)
     process, _, url = served("--ssl-certfile", str(certificate), "--ssl-keyfile", str(key))
     context = ssl.create_default_context(cafile=certificate)
     assert url.startswith("https://") and httpx.get(f"{url}/health", verify=context).json() == {"status": "ok"}
@@ -147,6 +225,34 @@ def test_keys_and_hosts_of_the_command_line_are_asked_for(tmp_path):
         headers = {"authorization": f"Bearer {key}"} | ({} if host is None else {"host": host})
         assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
     assert "mine" not in ended(process)
+
+
+def test_keys_and_certificate_are_read_again_when_their_files_change(tmp_path):
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed, which makes the certificate")
+    keys, key, certificate = tmp_path / "keys", tmp_path / "key.pem", tmp_path / "certificate.pem"
+    keys.write_text("first\n")
+    make_certificate(key, certificate)
+    secret = ["--api-key-file", str(keys), "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+    process, _, url = served(*secret)
+
+    def status(name):
+        headers = {"authorization": f"Bearer {name}"}
+        return httpx.get(f"{url}/v1/models", headers=headers, verify=trusted).status_code
+
+    trusted = ssl.create_default_context(cafile=certificate)
+    assert [status("first"), status("second")] == [200, 401]
+    keys.write_text("\u00e9\n")
+    while "the earlier API keys" not in process.stderr.readline():
+        pass
+    assert status("first") == 200
+    keys.write_text("second\n")
+    make_certificate(key, certificate)
+    while "certificate.pem: read again" not in process.stderr.readline():
+        pass
+    trusted = ssl.create_default_context(cafile=certificate)
+    assert [status("first"), status("second")] == [401, 200]
+    ended(process)
 
 
 SLOW_START = """
