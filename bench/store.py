@@ -16,15 +16,16 @@ import os
 import re
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
 from pathlib import Path
 from statistics import median
 from urllib.parse import urlsplit
+
+from pagepool.prefix.store_folder import stores_in
+from pagepool.prefix.store_report import describe
 
 TINY = Path(__file__).parent / "tiny_llama"
 STORE_BYTES = 1 << 30
@@ -140,12 +141,8 @@ class Server:
 
 
 def num_stored(store: Path) -> int:
-    """Return the number of committed entries in the store."""
-    count = 0
-    for index in store.glob("*/index.sqlite"):
-        with closing(sqlite3.connect(index)) as database:
-            count += database.execute("SELECT count(*) FROM entries").fetchone()[0]
-    return count
+    """Return the number of pages in the store."""
+    return sum(describe(path).get("pages", 0) for path in stores_in(store))
 
 
 def drop_from_page_cache(store: Path) -> None:

@@ -47,6 +47,7 @@ from pagepool.scheduling import (
 if TYPE_CHECKING:
     from pagepool.engine import Engine, Generation, SamplingParams
     from pagepool.memory.budget import MemoryBudget
+    from pagepool.prefix.page_store import PageStore
     from pagepool.prefix.store import PrefixStore
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "KvLayout",
     "Mamba2SequenceState",
     "MemoryBudget",
+    "PageStore",
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
@@ -101,6 +103,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module("pagepool.engine"), name)
     if name == "MemoryBudget":  # only users of shared pools need it
         return import_module("pagepool.memory.budget").MemoryBudget
-    if name == "PrefixStore":  # needs SQLite
-        return import_module("pagepool.prefix.store").PrefixStore
+    if name in ("PageStore", "PrefixStore"):  # only users of a store need the hashes of OpenSSL
+        return getattr(import_module(f"pagepool.prefix.{'page_store' if name == 'PageStore' else 'store'}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

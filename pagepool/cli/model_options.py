@@ -111,7 +111,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let control tokens such as <|im_end|> in the texts of chat messages be control tokens",
     )
-    add("--store-bytes", type=size_in_bytes, metavar="BYTES", help="maximum size of --store for a model, such as 20G")
+    add(
+        "--store-bytes",
+        type=size_in_bytes,
+        metavar="BYTES",
+        help="maximum size of --store for all models, such as 20G",
+    )
 
 
 def require(command: str, extra: str, *modules: str) -> None:
@@ -241,7 +246,7 @@ def summary_of(engine: Engine, options: argparse.Namespace) -> list[str]:
     if runner.states is not None:
         found.append(f"states   {runner.states.stats()['capacity']:,} sequences")
     if engine.store is not None:
-        kind = "" if engine.store.is_writer else ", which another process writes"
+        kind = "" if engine.store.is_writer else ", which this process only reads"
         room = f"{engine.store.max_bytes / (1 << 20):,.1f} MiB: {engine.store.num_slots:,} blocks"
         found.append(f"store    {options.store}{kind}: {room}")
     length = "any number of" if engine.max_model_len is None else f"{engine.max_model_len:,}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,18 @@ from typing import Any
 
 from pagepool.cli.usage import UsageError
 
-__all__ = ["STDOUT", "check_writable", "drop_output", "is_closed", "show", "written_to"]
+__all__ = [
+    "STDOUT",
+    "check_writable",
+    "drop_output",
+    "is_closed",
+    "leaves",
+    "parsed",
+    "printable",
+    "show",
+    "size_text",
+    "written_to",
+]
 
 STDOUT = "-"
 
@@ -123,3 +135,42 @@ def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], foot
         return False
     console.print(table)
     return True
+
+
+def parsed(fingerprint: bytes) -> Any:
+    """Return a fingerprint as JSON value, or as text if it is not JSON.
+
+    >>> parsed(b'{"rope": 1}'), parsed(b"model 7")
+    ({'rope': 1}, 'model 7')
+    """
+    text = fingerprint.decode("utf-8", "backslashreplace")
+    try:
+        value = json.loads(text)
+        json.dumps(value, indent=2)  # needs more of the stack than `loads`
+    except (ValueError, RecursionError):
+        return text
+    return value
+
+
+def printable(value: Any) -> str:
+    """Return a value as text of one line without control characters: other programs may have written it."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes as text, in MiB."""
+    return f"{num_bytes / (1 << 20):,.1f} MiB"
+
+
+def leaves(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """Return the values in a fingerprint, with the keys that lead to each.
+
+    >>> list(leaves({"rope": {"theta": 1}, "sizes": [1, 2]}))
+    [('rope.theta', 1), ('sizes', [1, 2])]
+    """
+    if isinstance(value, dict) and value and depth:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else key, depth - 1)
+    else:
+        yield name, value

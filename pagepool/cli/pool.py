@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pagepool.cli.output import STDOUT, check_writable, show, written_to
+from pagepool.cli.output import STDOUT, check_writable, leaves, parsed, printable, show, size_text, written_to
 from pagepool.cli.usage import UsageError, between, file_name, pool_name, size_in_bytes
 from pagepool.errors import PoolError
 from pagepool.memory.shared_files import FOLDER, NAME, PREFIX, open_named, path_of
@@ -93,22 +93,7 @@ def _read(name: str) -> dict[str, Any]:
         raise PoolError(f"{path_of(name)} is not a pool of this version of pagepool, or it is damaged") from None
     finally:
         os.close(fd)
-    return {"name": name, "budget": budget, **found, "fingerprint": _parsed(found["fingerprint"])}
-
-
-def _parsed(fingerprint: bytes) -> Any:
-    """Return a fingerprint as JSON value, or as text if it is not JSON.
-
-    >>> _parsed(b'{"rope": 1}'), _parsed(b"model 7")
-    ({'rope': 1}, 'model 7')
-    """
-    text = fingerprint.decode("utf-8", "backslashreplace")
-    try:
-        value = json.loads(text)
-        json.dumps(value, indent=2)  # needs more of the stack than `loads`
-    except (ValueError, RecursionError):
-        return text
-    return value
+    return {"name": name, "budget": budget, **found, "fingerprint": parsed(found["fingerprint"])}
 
 
 def _pools() -> Iterator[dict[str, Any]]:
@@ -124,23 +109,13 @@ def _pools() -> Iterator[dict[str, Any]]:
                 yield {"name": name, "error": str(error)}
 
 
-def _printable(value: Any) -> str:
-    """Return a value as text of one line without control characters: other programs may have written it."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _size_of(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 20):,.1f} MiB"
-
-
 def _model(pool: dict[str, Any]) -> str:
     """Return the model class in a fingerprint of `pagepool serve`, and the layout."""
     fingerprint, layout = pool["fingerprint"], pool["layout"]
     parameters = fingerprint.get("parameters") if isinstance(fingerprint, dict) else None
     model = parameters.get("model") if isinstance(parameters, dict) else None
     shape = f"{layout['num_layers']} x {layout['num_kv_heads']} x {layout['head_dim']} {layout['dtype']}"
-    return f"{_printable(model)[:40]}, {shape}" if isinstance(model, str) else shape
+    return f"{printable(model)[:40]}, {shape}" if isinstance(model, str) else shape
 
 
 def _alive(pool: dict[str, Any]) -> int:
@@ -156,7 +131,7 @@ def _print_list(found: list[dict[str, Any]]) -> None:
             f"{pool['limit']:,}",
             f"{pool['in_use']:,}",
             f"{pool['cached']:,}",
-            _size_of(pool["allocated_bytes"]),
+            size_text(pool["allocated_bytes"]),
             str(_alive(pool)),
         ]
         for pool in pools
@@ -165,29 +140,14 @@ def _print_list(found: list[dict[str, Any]]) -> None:
         header = ["name", "layers x heads x dim", "blocks", "in use", "cached", "memory", "processes"]
         show(f"{len(rows)} shared pools in {FOLDER}", header if rows else [], rows)
     if others:
-        show(
-            "files that are not used", [], [[_printable(other["name"]), _printable(other["error"])] for other in others]
-        )
-
-
-def _leaves(value: Any, name: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
-    """Return the values in a fingerprint, with the keys that lead to each.
-
-    >>> list(_leaves({"rope": {"theta": 1}, "sizes": [1, 2]}))
-    [('rope.theta', 1), ('sizes', [1, 2])]
-    """
-    if isinstance(value, dict) and value and depth:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else key, depth - 1)
-    else:
-        yield name, value
+        show("files that are not used", [], [[printable(other["name"]), printable(other["error"])] for other in others])
 
 
 def _print_pool(pool: dict[str, Any]) -> None:
     about = {
         **pool["layout"],
-        "memory": _size_of(pool["allocated_bytes"]),
-        "memory budget": _printable(pool["budget"]) or "none",
+        "memory": size_text(pool["allocated_bytes"]),
+        "memory budget": printable(pool["budget"]) or "none",
         "blocks": f"{pool['limit']:,} of at most {pool['max_blocks']:,}",
         "in use": f"{pool['in_use']:,}, {pool['above_limit']:,} of them above the limit",
         "cached": f"{pool['cached']:,}, {pool['evictable']:,} of them held by no process",
@@ -197,7 +157,7 @@ def _print_pool(pool: dict[str, Any]) -> None:
     rows = [[str(one["pid"]), "yes" if one["alive"] else "no", f"{one['blocks']:,}"] for one in pool["processes"]]
     if rows:
         show("processes", ["pid", "alive", "blocks"], rows)
-    show("fingerprint", [], [[_printable(key), _printable(value)] for key, value in _leaves(pool["fingerprint"])])
+    show("fingerprint", [], [[printable(key), printable(value)] for key, value in leaves(pool["fingerprint"])])
 
 
 def _remove(names: list[str], is_forced: bool) -> None:
@@ -228,7 +188,7 @@ def _limit(name: str, size: int, is_bytes: bool) -> None:
         raise UsageError(f"{name} has room for {before['max_blocks']} blocks, not for {limit}")
     change_limit(name, limit)
     after = _read(name)
-    memory = f"{_size_of(before['allocated_bytes'])} -> {_size_of(after['allocated_bytes'])}"
+    memory = f"{size_text(before['allocated_bytes'])} -> {size_text(after['allocated_bytes'])}"
     with written_to(STDOUT):
         print(f"{name}: {before['limit']:,} -> {after['limit']:,} blocks, memory {memory}")
         if after["above_limit"]:

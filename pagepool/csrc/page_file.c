@@ -6,6 +6,7 @@
 #include "page_file.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <unistd.h>
 
 #include "page_sum.h"
@@ -41,6 +42,32 @@ static int load_piece(const pp_page_loads *loads, int64_t i, int64_t at, int64_t
         pp_regions_write_part(loads->regions, loads->lock, block, at, piece, size, loads->num_bytes) != PP_OK)
         error = EINVAL;
     return error;
+}
+
+int pp_read_page(int file, unsigned char *page, int64_t num_bytes, int64_t offset, const unsigned char *key,
+                 unsigned char *sums) {
+    int error = 0;
+    for (int64_t at = 0; at < num_bytes && !error; at += PIECE) {
+        const int64_t size = num_bytes - at < PIECE ? num_bytes - at : PIECE;
+        error = read_piece(file, page + at, size, offset + at);
+        if (!error) pp_page_sums(key, page + at, (size_t)size, sums + at / PP_SUM_CHUNK * PP_SUM_BYTES);
+    }
+    return error;
+}
+
+int pp_punch(int file, int64_t offset, int64_t num_bytes) {
+    static const unsigned char zeros[PIECE];
+    if (!num_bytes || !fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, num_bytes)) return 0;
+    if (errno != EOPNOTSUPP) return errno;
+    while (num_bytes) {
+        const ssize_t count = pwrite(file, zeros, (size_t)(num_bytes < PIECE ? num_bytes : PIECE), offset);
+        if (count < 0 && errno != EINTR) return errno;
+        if (count > 0) {
+            offset += count;
+            num_bytes -= count;
+        }
+    }
+    return 0;
 }
 
 static int load_page(const pp_page_loads *loads, int64_t i) {

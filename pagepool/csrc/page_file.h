@@ -23,4 +23,12 @@ typedef struct pp_page_loads {
  * sums of another page, have any content afterwards.  The caller must not hold the lock. */
 void pp_load_pages(const pp_page_loads *loads, int64_t n, int num_threads);
 
+/* Reads a page of num_bytes from an offset of a file into `page` and writes its sums.  Returns 0, or the errno of a
+ * failed read; EIO if the file is too short. */
+int pp_read_page(int file, unsigned char *page, int64_t num_bytes, int64_t offset, const unsigned char *key,
+                 unsigned char *sums);
+
+/* Makes bytes of a file zeros, as a hole where the file system can have one.  Returns 0 or an errno. */
+int pp_punch(int file, int64_t offset, int64_t num_bytes);
+
 #endif

@@ -83,7 +83,7 @@ class Engine(Intake):
         Directory of a `PrefixStore`: prefixes survive restarts and reboots. `close` writes all cached pages and all
         kept recurrent states to it.
     store_bytes : int, optional
-        Limit in bytes of the store for this model. Required with `store`.
+        Limit in bytes of the store's directory, over all models. Required with `store`.
     weights : {"int8", "int4"}, optional
         Quantise the linear layers of the model and free their own weights, as for `ModelRunner`. Default: the weights
         of the model as they are.

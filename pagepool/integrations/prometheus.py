@@ -25,6 +25,11 @@ class PagepoolCollector:
     `pagepool:router_forecast_error_tokens` (by direction: over, under). The label `pool`, `cache` or `router` is the
     name.
 
+    A cache with a store also has, in pages: `pagepool:prefix_cache_tier_hits` (by tier: memory, store),
+    `pagepool:store_pages` (by event: written, evicted, refused for a wrong sum, dropped because it was not written),
+    in bytes `pagepool:store_bytes` (by direction: read, written). Gauges: `pagepool:store_disk_bytes`, and
+    `pagepool:store_is_writer`, which is 0 in a process that only reads.
+
     Parameters
     ----------
     scheduler : Scheduler or None
@@ -124,6 +129,29 @@ class PagepoolCollector:
                 family.add_metric([name], figures[name][key])
             if figures:
                 yield family
+        yield from self._of_stores({name: figures[name]["hits"] for name in figures})
+
+    def _of_stores(self, hits: dict[str, int]) -> Iterator[Any]:
+        stores = {name: store for name in hits if (store := getattr(self._caches[name], "store", None)) is not None}
+        if not stores:
+            return
+        counter, gauge = self._families.CounterMetricFamily, self._families.GaugeMetricFamily
+        tiers = counter("pagepool:prefix_cache_tier_hits", "Full blocks found, by tier.", labels=["cache", "tier"])
+        pages = counter("pagepool:store_pages", "Pages of the store, by event.", labels=["cache", "event"])
+        moved = counter("pagepool:store_bytes", "Bytes of pages read and written.", labels=["cache", "direction"])
+        size = gauge("pagepool:store_disk_bytes", "Bytes of the files of the store.", labels=["cache"])
+        writer = gauge("pagepool:store_is_writer", "1 if this process writes to the store.", labels=["cache"])
+        for name, store in stores.items():
+            figures = store.stats()
+            tiers.add_metric([name, "memory"], max(0, hits[name] - figures["found_blocks"]))
+            tiers.add_metric([name, "store"], figures["found_blocks"])
+            for event in ("written", "evicted", "refused", "dropped"):
+                pages.add_metric([name, event], figures[event])
+            for direction in ("read", "written"):
+                moved.add_metric([name, direction], figures[f"{direction}_bytes"])
+            size.add_metric([name], figures["bytes"])
+            writer.add_metric([name], store.is_writer)
+        yield from (tiers, pages, moved, size, writer)
 
     def _of_routers(self) -> Iterator[Any]:
         counter = self._families.CounterMetricFamily

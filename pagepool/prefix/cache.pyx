@@ -470,8 +470,8 @@ cdef class PrefixCache:
     def flush(self, timeout=None):
         """Write every cached block and kept state to the store, and wait until it has them, at most `timeout` seconds.
 
-        Call it before a restart. False when time has run out, and without a store."""
-        if self.link is None:
+        Call it before a restart. False when time has run out, without a store, and while another process writes it."""
+        if self.link is None or not self.link.take_over():
             return False
         all_offered, end = False, None if timeout is None else monotonic() + timeout
         while not all_offered:

@@ -188,7 +188,7 @@ cdef class CachedBlocks:
                 self.c_set_aside(node)
             else:
                 if self.queue is not None:
-                    self.queue.c_offer(node)
+                    self.queue.dropped += not self.queue.c_offer(node)
                 dropped[num_dropped] = self.c_drop(node)
                 num_dropped += 1
                 done += 1

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fingerprint", "fingerprint_of", "is_private", "weights_digest"]
 
-FORMAT = 1  # version of the page, index and session files
+FORMAT = 2  # version of the page, index and session files
 WEIGHTS = ("*.safetensors", "*.bin")
 ADAPTER = "adapter_config.json"
 READ_BYTES = 1 << 20
@@ -46,14 +46,14 @@ class Fingerprint:
     page_bytes : int
         Bytes of one block's pages in all pools together.
     block_size : int
-        Tokens per block.
+        Tokens per block; 0 for pages that do not belong to tokens.
     state_bytes : int
         Bytes of one recurrent state; 0 for a model without recurrent states.
     """
 
     text: str
     page_bytes: int
-    block_size: int
+    block_size: int = 0
     state_bytes: int = 0
 
     @property

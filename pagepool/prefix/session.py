@@ -22,8 +22,8 @@ from pagepool.prefix.checkpoints import StateCheckpoints
 from pagepool.prefix.events import name_row
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.keys import listed
+from pagepool.prefix.page_index import PageSum
 from pagepool.prefix.radix_tree import token_row
-from pagepool.prefix.store import PageSum
 from pagepool.prefix.stored_pages import read_block, write_block
 
 __all__ = ["Session", "load_session", "save_session"]
@@ -110,7 +110,7 @@ def save_session(
     keys = _group_keys(cache, fingerprint, num_groups, checkpoints, cache_salt, extra_keys)
     row = np.asarray(token_row(tokens))
     seed = os.urandom(SUM_BYTES)
-    sums = PageSum(fingerprint, seed)
+    sums = PageSum(fingerprint.digest, seed)
     page = memoryview(bytearray(fingerprint.page_bytes))
     target = Path(path)
     beside = target.with_name(f"{target.name}.{os.getpid()}.part")
@@ -192,7 +192,7 @@ def load_session(
         head = _read_head(path, file, fingerprint)
         if head.num_groups != num_groups:
             raise ValueError(f"{path}: the session has {head.num_groups} groups of layers, not {num_groups}")
-        sums, begin, size = PageSum(fingerprint, head.seed), file.tell(), cache.block_size
+        sums, begin, size = PageSum(fingerprint.digest, head.seed), file.tell(), cache.block_size
         names = _names(head.tokens, fingerprint, head.seed)[: head.num_pages]
         num_cached = len(names)
         held = [BlockRefs(cache.allocator) for _ in keys]

@@ -23,7 +23,8 @@ __all__ = ["QUEUE_BYTES", "StoreLink"]
 logger = logging.getLogger("pagepool")
 
 QUEUE_BYTES = 128 << 20  # size of the queue of pages to write; a page that does not fit is not written
-BATCH = 64  # pages per update of the index
+BATCH = 64  # pages that are written together
+RETRY_SECONDS = 20.0  # how often a reader tries to become the writer
 
 
 class StoreLink:
@@ -92,7 +93,7 @@ class StoreLink:
         if len(before) < known:  # another thread has evicted one meanwhile
             return
         blocks = _allocate(cache, fresh, len(found))
-        blocks = blocks[: self.store.load(found[: len(blocks)], cache.allocator, blocks)]
+        blocks = blocks[: self.store.pages.load(found[: len(blocks)], cache.allocator, blocks)]
         if blocks:
             row = row[: (known + len(blocks)) * size]
             cache.cache_blocks(row, [*before, *blocks], **keys, start=known, epoch=epoch)
@@ -108,7 +109,7 @@ class StoreLink:
                 found = self.store.find_last(names[:end], tokens[:end])
                 if found is None:
                     break
-                if self.store.read(found[1], state):
+                if self.store.pages.read(found[1], state):
                     return found[0]
                 end = found[0]
         return -1
@@ -119,8 +120,12 @@ class StoreLink:
 
     def wake(self) -> None:
         """Let the thread write what is in the queues. A few notes of uses wait for the next batch."""
-        if len(self.queue) or len(self.states) or self.queue.has_found or self.store.has_notes:
+        if len(self.queue) or len(self.states) or self.queue.has_found or self.store.pages.has_notes:
             self._writer.wake()
+
+    def take_over(self) -> bool:
+        """Become the process that writes to the store, if no other process is; return whether this process writes."""
+        return self._writer.take_over()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all pages of the queue are written; return whether they are, within `timeout` seconds."""
@@ -180,13 +185,16 @@ class _Writer(Thread):
         self._changed = Condition()  # guards the fields below
         self._is_stopping = self._is_woken = self._has_ended = False
         self._forgotten: deque[_Forgotten] = deque()
+        self._was_writer = store.is_writer
+        self._num_dropped = 0  # pages that found no room in the queue and are counted
 
     def run(self) -> None:
         """Write until `stop`."""
         try:
             while not self._is_stopping:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_stopping or self._is_woken)
+                    retry = None if self._store.is_writer else RETRY_SECONDS
+                    self._changed.wait_for(lambda: self._is_stopping or self._is_woken, retry)
                     self._is_woken = False
                 self._write_all()
         except Exception as error:  # a defect: nothing more is written, as without a store
@@ -195,8 +203,21 @@ class _Writer(Thread):
             self._has_ended = True
             self._changed.notify_all()
 
+    def take_over(self) -> bool:
+        """Try to become the process that writes. The pages that this process has dropped so far are offered again."""
+        self._store.write(())
+        is_writer = self._store.is_writer
+        if is_writer and not self._was_writer:
+            self._queue.offer_again()
+        self._was_writer = is_writer
+        return is_writer
+
     def _write_all(self) -> None:
         queue = self._queue
+        self.take_over()
+        if queue.dropped > self._num_dropped:
+            dropped, self._num_dropped = queue.dropped - self._num_dropped, queue.dropped
+            self._store.pages.note_dropped(dropped, "the queue of pages to write is full")
         while not self._is_stopping:
             with self._changed:
                 self._changed.notify_all()

@@ -28,7 +28,7 @@ cdef class PageQueue:
     cdef uint64_t recent[2 * 64]  # names of the last blocks of found prefixes, number s at s % 64; each word is atomic
     cdef uint64_t num_found  # atomic
     cdef uint64_t num_taken
-    cdef readonly long long dropped  # number of pages that did not fit the queue, or had a closed pool
+    cdef public long long dropped  # evicted pages that found no room, and pages of closed pools
 
     # Copies the page of a node's block, unless it was offered before. False when the queue is full. O(page_bytes).
     cdef bint c_offer(self, int32_t node) noexcept

@@ -5,19 +5,32 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Re
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int32_t, int64_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 from pagepool.csrc cimport PP_OK, pp_lock, pp_status
 from pagepool.memory.allocator cimport BlockAllocator, pp_regions
 from pagepool.memory.page_buffer cimport PageBuffer
 from pagepool.prefix.radix_tree cimport NodeTable
 
+import os
+
 import numpy as np
 
 from pagepool._arguments import integer
 from pagepool.errors import InvalidBlock, PoolError
 
-__all__ = ["PageQueue", "SUM_KEY_BYTES", "block_bytes", "load_pages", "page_sums", "read_block", "write_block"]
+__all__ = [
+    "PageQueue",
+    "SUM_KEY_BYTES",
+    "block_bytes",
+    "load_pages",
+    "page_sums",
+    "punch",
+    "read_block",
+    "read_page",
+    "record_sums",
+    "write_block",
+]
 
 
 cdef extern from "regions.h" nogil:
@@ -40,6 +53,9 @@ cdef extern from "page_file.h" nogil:
         unsigned char *sums
         int32_t *errors
     void pp_load_pages(const pp_page_loads *loads, int64_t n, int num_threads)
+    int pp_punch(int file, int64_t offset, int64_t num_bytes)
+    int pp_read_page(
+        int file, unsigned char *page, int64_t num_bytes, int64_t offset, const unsigned char *key, unsigned char *sums)
 
 
 cdef extern from "pagepool/threads.h" nogil:
@@ -52,6 +68,7 @@ cdef extern from "page_sum.h" nogil:
         PP_SUM_KEY_BYTES
         PP_SUM_BYTES
     int64_t pp_page_sums_bytes(int64_t bytes)
+    void pp_sum_chunk(const unsigned char *key, const unsigned char *chunk, size_t n, unsigned char *sums)
     void pp_page_sums(const unsigned char *key, const unsigned char *page, size_t bytes, unsigned char *sums)
 
 
@@ -67,6 +84,8 @@ cdef extern from *:
 SUM_KEY_BYTES = PP_SUM_KEY_BYTES
 cdef enum:
     RECENT = 64
+    RECORD_BYTES = 128  # of a record of `PageIndex`: 16 bytes for the sum of the fields, the fields, and other bytes
+    FIELDS_BYTES = 80
 
 
 def page_sums(bytes key not None, data):
@@ -94,6 +113,68 @@ def page_sums(bytes key not None, data):
     finally:
         PyBuffer_Release(&view)
     return sums
+
+
+def record_sums(bytes key not None, records):
+    """Return the NH sum, 16 bytes, of the fields of each record of 128 bytes: of bytes 16 to 96.
+
+    >>> len(record_sums(bytes(SUM_KEY_BYTES), bytes(256)))
+    32
+    """
+    cdef Py_buffer view
+    cdef unsigned char sums[PP_SUM_BYTES]
+    cdef bytes found
+    cdef Py_ssize_t i
+    if len(key) != PP_SUM_KEY_BYTES:
+        raise ValueError(f"key must have {PP_SUM_KEY_BYTES} bytes, not {len(key)}")
+    PyObject_GetBuffer(records, &view, PyBUF_SIMPLE)
+    try:
+        found = PyBytes_FromStringAndSize(NULL, view.len // RECORD_BYTES * 16)
+        for i in range(view.len // RECORD_BYTES):
+            pp_sum_chunk(
+                <const unsigned char *>PyBytes_AS_STRING(key), <const unsigned char *>view.buf + i * RECORD_BYTES + 16,
+                FIELDS_BYTES // 8, sums
+            )
+            memcpy(PyBytes_AS_STRING(found) + 16 * i, sums, 16)
+    finally:
+        PyBuffer_Release(&view)
+    return found
+
+
+def read_page(int file, int64_t offset, into, bytes key not None):
+    """Fill a writable buffer from an offset of a file. Releases the GIL.
+
+    Returns its sums as from `page_sums`, or the errno of a failed read: EIO when the file is too short.
+    """
+    cdef Py_buffer view
+    cdef bytes sums
+    cdef unsigned char *found
+    cdef const unsigned char *words
+    cdef int error
+    if len(key) != PP_SUM_KEY_BYTES:
+        raise ValueError(f"key must have {PP_SUM_KEY_BYTES} bytes, not {len(key)}")
+    words = <const unsigned char *>PyBytes_AS_STRING(key)
+    PyObject_GetBuffer(into, &view, PyBUF_WRITABLE)
+    try:
+        sums = PyBytes_FromStringAndSize(NULL, pp_page_sums_bytes(view.len))
+        found = <unsigned char *>PyBytes_AS_STRING(sums)
+        with nogil:
+            error = pp_read_page(file, <unsigned char *>view.buf, view.len, offset, words, found)
+    finally:
+        PyBuffer_Release(&view)
+    return error if error else sums
+
+
+def punch(int file, int64_t offset, int64_t num_bytes):
+    """Remove bytes of a file: they are zeros afterwards, and take no room on the disk where it can have holes.
+
+    Raises `OSError`.
+    """
+    cdef int error
+    with nogil:
+        error = pp_punch(file, offset, num_bytes)
+    if error:
+        raise OSError(error, os.strerror(error))
 
 
 def block_bytes(BlockAllocator allocator not None):
@@ -256,7 +337,6 @@ cdef class PageQueue:
         if self.offered[block]:
             return True
         if <int64_t>(self.next - pp_number_load(&self.first)) == self.room:
-            self.dropped += 1
             return False
         place = <int64_t>(self.next % <uint64_t>self.room)
         if pp_regions_read_block(
@@ -308,6 +388,10 @@ cdef class PageQueue:
         cdef int32_t block
         for block in blocks:
             self.offered[integer("block", block, 0, self.allocator.max_capacity - 1)] = True
+
+    def offer_again(self):
+        """Forget which blocks were offered: pages that were offered in vain are offered once more."""
+        memset(self.offered, 0, self.allocator.max_capacity)
 
     def peek(self, most):
         """Return the next pages, at most `most`, as a list of `(name, parent, tokens, page)`.

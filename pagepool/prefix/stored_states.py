@@ -113,7 +113,7 @@ class StoredStates:
     def note_use(self, row: NDArray[np.int32], key: bytes) -> None:
         """Note that the state after the tokens of `row` was used in memory, so that the store drops it later."""
         store = self._link.store
-        store.note_use(store.state_names(row, key)[-1])
+        store.pages.note_use(store.state_names(row, key)[-1])
 
     def offer(self, row: NDArray[np.int32], key: bytes, state: bytearray) -> bool:
         """Queue the state after the tokens of `row` to be written. False when the queue is full."""

@@ -10,6 +10,7 @@ from pagepool import (
     KvLayout,
     PagedSeqState,
     PrefixCache,
+    PrefixStore,
     Scheduler,
     SchedulerConfig,
     SequencePool,
@@ -18,6 +19,7 @@ from pagepool import (
 )
 from pagepool.cluster.router import Router
 from pagepool.integrations.prometheus import PagepoolCollector
+from pagepool.prefix.fingerprint import fingerprint_of
 
 
 def world():
@@ -44,6 +46,35 @@ def test_stats_keep_used_evictable_and_free_apart():
     assert both["kv"] == figures and both["ssm"]["used"] == 1
     state.close()
     assert kv.allocator.stats()["evictable"] == 2 and SequencePool(ssm=ssm).stats().keys() == {"ssm"}
+
+
+def test_a_scrape_shows_hits_by_tier_and_the_store(tmp_path):
+    kv = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=4, dtype="float32"), 12)
+    with PrefixStore(tmp_path, fingerprint_of(kv, "a"), 1 << 20) as store:
+        cache, registry = PrefixCache(kv.allocator, store=store), CollectorRegistry()
+        registry.register(PagepoolCollector(caches={"prompts": cache, "none": PrefixCache(kv.allocator, 4)}))
+        blocks = kv.allocator.allocate_n(2)
+        cache.cache_blocks(list(range(8)), blocks)
+        kv.allocator.free(blocks)
+        assert cache.flush()
+        kv.allocator.free(cache.match_prefix(range(8)))
+        cache.evict(2)
+        kv.allocator.free(cache.match_prefix(range(4)))
+
+        def value(name, **labels):
+            return registry.get_sample_value(f"pagepool:{name}", {"cache": "prompts", **labels})
+
+        assert value("prefix_cache_tier_hits_total", tier="memory") == 2
+        assert value("prefix_cache_tier_hits_total", tier="store") == 1
+        events = {
+            event: value("store_pages_total", event=event) for event in ("written", "evicted", "refused", "dropped")
+        }
+        assert events == {"written": 2, "evicted": 0, "refused": 0, "dropped": 0}
+        assert (
+            value("store_bytes_total", direction="read") == 256
+            and value("store_bytes_total", direction="written") == 512
+        )
+        assert value("store_is_writer") == 1 and 8192 <= value("store_disk_bytes") <= 1 << 20
 
 
 def test_a_scrape_shows_them():

@@ -4,9 +4,7 @@ import json
 import os
 import re
 import signal
-import sqlite3
 import time
-from contextlib import closing
 
 import pytest
 
@@ -22,6 +20,8 @@ from pagepool.cli.model_options import model_directory  # noqa: E402
 from pagepool.integrations.transformers.pretrained import load_pretrained  # noqa: E402
 from pagepool.integrations.transformers.storing import digest_of_weights, model_fingerprint  # noqa: E402
 from pagepool.prefix.session import load_session, save_session  # noqa: E402
+from pagepool.prefix.store_folder import stores_in  # noqa: E402
+from pagepool.prefix.store_report import describe  # noqa: E402
 
 STORE_BYTES = 64 << 20
 RECURRENT = ["Mamba2", "Bamba", "Qwen3Next", "Jamba", "FalconH1", "Zamba2", "Lfm2"]
@@ -116,7 +116,7 @@ def test_arguments_that_cannot_be_get_one_sentence(tmp_path, capsys):
         (store, "must be used together"),
         (("--store-bytes", "1M"), "must be used together"),
         ((*store, "--store-bytes", "64M", "--no-prefix-cache"), "--no-prefix-cache"),
-        ((*store, "--store-bytes", "1M"), "max_bytes must be at least"),
+        ((*store, "--store-bytes", "100k"), "max_bytes must be at least"),
         (("--store", str(file), "--store-bytes", "64M"), str(file)),
     ):
         code, _, err = run(capsys, "import", *arguments)
@@ -139,12 +139,8 @@ def test_generate_finds_the_prompt_of_an_earlier_process(tmp_path):
 
 
 def num_stored(folder):
-    """Return the number of committed entries in the stores of a folder."""
-    count = 0
-    for index in folder.glob("*/index.sqlite"):
-        with closing(sqlite3.connect(index)) as database:
-            count += database.execute("SELECT count(*) FROM entries").fetchone()[0]
-    return count
+    """Return the number of pages in the stores of a folder."""
+    return sum(describe(path).get("pages", 0) for path in stores_in(folder))
 
 
 def test_a_server_that_was_killed_in_a_stream_finds_its_prompts_again(tmp_path):

@@ -16,10 +16,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from store_world import LEAST, World, prompt
+from store_world import SMALL, World, prompt
 
 DISK = ctypes.CDLL(None)
-SMALL = LEAST - (1 << 20) + (64 << 10)
 SEED = 4
 
 

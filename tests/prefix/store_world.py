@@ -6,11 +6,14 @@ import numpy as np
 
 from pagepool import KvCachePool, KvLayout, PrefixCache
 from pagepool.prefix.fingerprint import fingerprint_of
+from pagepool.prefix.page_index import RECORD_BYTES
 from pagepool.prefix.store import PrefixStore
+from pagepool.prefix.store_files import RESERVED
 
 BLOCK = 4
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=BLOCK, dtype="float32")
 LEAST = 9 << 20  # bytes of a small store
+SMALL = RESERVED + 14 * (4096 + RECORD_BYTES)  # bytes of a store with 14 slots
 
 
 class World:

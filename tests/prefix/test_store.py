@@ -4,23 +4,22 @@ import errno
 import logging
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from refusals import refuses
 from share import WHOLE
-from store_world import BLOCK, LAYOUT, LEAST, World, prompt
+from store_world import BLOCK, LAYOUT, LEAST, SMALL, World, prompt
 
 from pagepool import BlockAllocator, KvCachePool, PrefixCache
 from pagepool.prefix.fingerprint import Fingerprint, fingerprint_of
 from pagepool.prefix.store import PrefixStore
+from pagepool.prefix.store_folder import stores_in
 
 
 def bytes_of(folder):
@@ -98,7 +97,7 @@ def test_other_weights_find_nothing_and_the_first_ones_still_do(tmp_path):
 
 
 def test_a_store_never_takes_more_bytes_than_it_may(tmp_path):
-    least = LEAST - (1 << 20) + (64 << 10)
+    least = SMALL
     world = World(tmp_path, num_blocks=64, max_bytes=least)
     num_slots = world.store.num_slots
     for number in range(0, 360, 60):
@@ -108,16 +107,16 @@ def test_a_store_never_takes_more_bytes_than_it_may(tmp_path):
     assert figures["evicted"] > num_slots and figures["used_slots"] <= num_slots == 14
     world = world.restart(tmp_path, num_blocks=64, max_bytes=least)
     assert world.run(range(4 * number, 4 * number + 240)) == num_slots, "the beginning of the last prompt is kept"
-    world = world.restart(tmp_path, num_blocks=64, max_bytes=least - (40 << 10))
-    assert world.store.num_slots < num_slots and bytes_of(tmp_path) <= least - (40 << 10)
+    world = world.restart(tmp_path, num_blocks=64, max_bytes=least - (20 << 10))
+    assert world.store.num_slots < num_slots and bytes_of(tmp_path) <= least - (20 << 10)
     world.run(range(8))
-    world = world.restart(tmp_path, num_blocks=64, max_bytes=least - (40 << 10))
+    world = world.restart(tmp_path, num_blocks=64, max_bytes=least - (20 << 10))
     assert world.run(range(8)) == 2
     world.stop()
 
 
 def test_the_prompt_that_was_used_longest_ago_is_dropped_first(tmp_path):
-    world = World(tmp_path, num_blocks=8, max_bytes=LEAST - (1 << 20) + (64 << 10))
+    world = World(tmp_path, num_blocks=8, max_bytes=SMALL)
     least = world.store.num_slots
     for number in range(least):
         world.run([7] * 8)
@@ -130,7 +129,7 @@ def test_the_prompt_that_was_used_longest_ago_is_dropped_first(tmp_path):
 
 
 def test_a_prompt_that_is_found_in_memory_again_and_again_stays_in_the_store(tmp_path):
-    max_bytes = LEAST - (1 << 20) + (64 << 10)  # 14 slots
+    max_bytes = SMALL
     world = World(tmp_path, num_blocks=64, max_bytes=max_bytes)
     world.run(range(20))
     for start in range(1000, 3000, 100):
@@ -151,7 +150,7 @@ def test_one_process_writes_and_others_read(tmp_path):
     world.run(range(20))
     assert world.cache.flush()
     assert reader.run(range(20)) == 5 and reader.run(range(60, 80)) == 0
-    assert reader.cache.flush() and reader.store.stats()["written"] == 0
+    assert not reader.cache.flush() and reader.store.stats()["written"] == 0
     world.stop()
     assert reader.run(range(20)) == 5
     reader.stop()
@@ -162,7 +161,7 @@ def test_a_reader_waits_for_the_files_of_a_writer_that_starts_at_the_same_time(t
     world.run(range(20))
     assert world.cache.flush()
     world.store.flush()
-    index = world.store.folder / "index.sqlite"
+    index = world.store.folder / "index"
     index.rename(tmp_path / "later")
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(World, tmp_path)
@@ -185,9 +184,9 @@ def test_notes_of_uses_do_not_grow_without_bound(tmp_path):
         for start in range(0, 2000, 8):
             assert each.run(range(start, start + 8)) == 2
     deadline = time.monotonic() + 60
-    while len(world.store._used) >= 64 and time.monotonic() < deadline:
+    while len(world.store.pages._used) >= 64 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not reader.store._used and len(world.store._used) < 64
+    assert not reader.store.pages._used and len(world.store.pages._used) < 64
     reader.stop()
     world.stop()
 
@@ -210,7 +209,7 @@ def test_a_child_of_fork_waits_for_no_lock_that_a_thread_of_its_parent_held(tmp_
     world = World(tmp_path)
     world.run(range(20))
     assert world.cache.flush()
-    link, store = world.cache.link, world.store
+    link, store = world.cache.link, world.store.pages
     with link._lock, link._writer._changed, store._change, store._look_up:
         child = os.fork()
         if not child:
@@ -218,6 +217,7 @@ def test_a_child_of_fork_waits_for_no_lock_that_a_thread_of_its_parent_held(tmp_
             world.run(range(40, 60))
             world.cache.discard(world.cache.references()[:1])
             is_right = not world.cache.flush() and world.run(range(8)) in (0, 1, 2)
+            world.store.stats()
             world.store.close()
             link.close()
             os._exit(not is_right)
@@ -233,13 +233,13 @@ def test_a_new_directory_can_be_changed_by_its_owner_only(tmp_path):
         World(tmp_path / "parent" / "store").stop()
     finally:
         os.umask(before)
-    (folder,) = (tmp_path / "parent" / "store").iterdir()
+    (folder,) = stores_in(tmp_path / "parent" / "store")
     assert [path.stat().st_mode & 0o777 for path in (folder.parent, folder)] == [0o700, 0o700]
 
 
 def test_a_directory_that_others_can_change_is_refused(tmp_path):
     World(tmp_path).stop()
-    (folder,) = tmp_path.iterdir()
+    (folder,) = stores_in(tmp_path)
     tmp_path.chmod(0o777)
     with refuses(PermissionError, str(tmp_path), "drwxrwxrwx"):
         World(tmp_path)
@@ -259,27 +259,7 @@ def test_a_directory_that_others_can_change_is_refused(tmp_path):
         World(tmp_path)
 
 
-def test_a_locked_index_is_kept(tmp_path, monkeypatch, caplog):
-    """Another process may hold the database for longer than SQLite waits. The files of the store are right."""
-    monkeypatch.setattr("pagepool.prefix.store_index.BUSY_SECONDS", 0.01)
-    world = World(tmp_path)
-    world.run(range(20))
-    world = world.restart(tmp_path)
-    world.stop()
-    with closing(sqlite3.connect(world.store.folder / "index.sqlite", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with caplog.at_level(logging.WARNING, "pagepool"):
-            world = World(tmp_path)
-            assert not world.store.is_writer and world.run(range(20)) == 0
-            world.stop()
-        other.execute("ROLLBACK")
-    assert "locked" in caplog.text and len(caplog.records) == 1
-    world = World(tmp_path)
-    assert world.store.is_writer and world.run(range(20)) == 5
-    world.stop()
-
-
-@pytest.mark.parametrize("name", ["index.sqlite", "pages", "FINGERPRINT", "lock"])
+@pytest.mark.parametrize("name", ["index", "pages", "FINGERPRINT", "lock"])
 @pytest.mark.parametrize("kind", ["garbage", "empty", "directory"])
 def test_files_of_another_kind_give_an_exception_or_right_pages(tmp_path, name, kind):
     world = World(tmp_path)
@@ -291,7 +271,7 @@ def test_files_of_another_kind_give_an_exception_or_right_pages(tmp_path, name, 
     if kind == "directory":
         path.mkdir()
     else:
-        path.write_bytes(b"SQLite format 3\0" * 4096 if kind == "garbage" else b"")
+        path.write_bytes(b"pagepool pages 1\n" * 4096 if kind == "garbage" else b"")
     try:
         world = World(tmp_path)
     except OSError:
@@ -348,9 +328,10 @@ def test_blocks_that_are_discarded_while_the_disk_is_full_are_not_found_again(tm
     assert world.cache.flush()
 
     def full(*args):
-        raise sqlite3.OperationalError("database or disk is full")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("pagepool.prefix.store_index.StoreIndex.commit", full)
+    for name in ("erase", "erase_all"):
+        monkeypatch.setattr(f"pagepool.prefix.page_index.PageIndex.{name}", full)
     with caplog.at_level(logging.WARNING, "pagepool"):
         if way == "discard":
             world.cache.discard(world.cache.references())
@@ -404,7 +385,7 @@ def test_a_disk_that_fails_costs_one_line_and_no_request(tmp_path, monkeypatch, 
         return real(*args)
 
     real = os.pwrite
-    monkeypatch.setattr("pagepool.prefix.store.os.pwrite", broken)
+    monkeypatch.setattr("pagepool.prefix.page_index.os.pwrite", broken)
     with caplog.at_level(logging.WARNING, "pagepool"):
         for start in range(0, 200, 40):
             world.run(range(start, start + 40))
@@ -417,7 +398,7 @@ def test_a_disk_that_fails_costs_one_line_and_no_request(tmp_path, monkeypatch, 
     world.cache.evict(16)
     caplog.clear()
     fails = os.open(world.store.folder / "pages", os.O_WRONLY)  # every read fails
-    os.dup2(fails, world.store._pages)
+    os.dup2(fails, world.store.pages._files[1])
     os.close(fails)
     for _ in range(3):
         assert world.run(range(500, 520)) == 0
@@ -473,7 +454,7 @@ while True:
 def test_kills_at_random_leave_no_wrong_page(tmp_path):
     random = np.random.default_rng(9)
     found = 0
-    max_bytes = LEAST - (1 << 20) + (64 << 10)
+    max_bytes = SMALL
     for seed in range(12 if WHOLE else 4):
         code = KILLED.format(tests=str(Path(__file__).parent), path=str(tmp_path), seed=seed, max_bytes=max_bytes)
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -493,7 +474,7 @@ def test_kills_at_random_leave_no_wrong_page(tmp_path):
 def test_bad_arguments_are_refused_with_both_numbers(tmp_path):
     pool = KvCachePool.from_layout(LAYOUT, 4)
     found = fingerprint_of(pool, "a")
-    with refuses(ValueError, "max_bytes", "8406400", "1000"):
+    with refuses(ValueError, "max_bytes", "279040", "1000"):
         PrefixStore(tmp_path, found, 1000)
     with refuses(TypeError, "fingerprint"):
         PrefixStore(tmp_path, "a", LEAST)
@@ -534,3 +515,36 @@ def test_fingerprints_differ_by_everything_that_pages_depend_on():
         Fingerprint(found.text, found.page_bytes, 8),
     ]
     assert len({found.digest, *(other.digest for other in others)}) == 7
+
+
+def test_a_rolling_restart_keeps_the_pages_of_the_new_server(tmp_path, monkeypatch):
+    """The new server opens the store while the old one has it. Pages from before the take-over are offered again."""
+    monkeypatch.setattr("pagepool.prefix.store_link.RETRY_SECONDS", 0.05)
+    old, new = World(tmp_path), World(tmp_path)
+    for _ in range(2):
+        new.run(range(20))
+    assert not new.cache.flush() and not new.store.is_writer
+    assert new.cache.link.wait() and new.store.stats()["dropped"] == 5
+    old.stop()
+    deadline = time.monotonic() + 60
+    while not new.store.is_writer and time.monotonic() < deadline:  # without a request
+        time.sleep(0.01)
+    world = new.restart(tmp_path)
+    assert world.run(range(20)) == 5
+    world.stop()
+
+
+def test_evicted_pages_that_find_no_room_in_the_queue_are_counted_and_logged(tmp_path, caplog):
+    world = World(tmp_path, num_blocks=64)
+    link = world.cache.link
+    world.run(range(256))
+    link.close()  # nothing is taken out of the queue any more
+    world.cache.evict(64)
+    world.run(range(1000, 1256))
+    world.cache.evict(64)
+    assert link.queue.dropped == 128 - link.queue.room
+    with caplog.at_level(logging.WARNING, "pagepool"):
+        link._writer._is_stopping = False
+        link._writer._write_all()
+    assert world.store.stats()["dropped"] == link.queue.dropped and len(caplog.records) == 1 and "queue" in caplog.text
+    world.stop()

@@ -2,17 +2,16 @@
 
 import os
 import shutil
-import sqlite3
-from contextlib import closing
 
 import numpy as np
 import pytest
 from share import WHOLE
-from store_world import BLOCK, LEAST, World, content
+from store_world import BLOCK, SMALL, World, content
+
+from pagepool.prefix.page_index import HEAD_BYTES, RECORD_BYTES
 
 TRIALS = 4000 if WHOLE else 150
 SECTOR = 512
-SMALL = LEAST - (1 << 20) + (64 << 10)  # 14 slots
 
 
 class Served:
@@ -37,88 +36,92 @@ class Served:
 
 @pytest.fixture(scope="module")
 def history(tmp_path_factory):
-    """Return folder, prompts, all writes to the page file, and for each batch the number of writes and the database."""
-    path = tmp_path_factory.mktemp("history")
-    world = World(path, num_blocks=64, max_bytes=SMALL)
-    folder, real, writes, databases = world.store.folder, os.pwrite, [], []
-    copy = tmp_path_factory.mktemp("copy") / "index.sqlite"
+    """Return the name of the folder, prompts, the first bytes of both files, and all writes and ends of batches."""
+    world = World(tmp_path_factory.mktemp("history"), num_blocks=64, max_bytes=SMALL)
+    folder, real, writes, stops, store = world.store.folder, os.pwrite, [], [], world.store.pages
+    first = {name: (folder / name).read_bytes() for name in ("pages", "index")}
 
     def recorded(descriptor, data, offset):
-        writes.append((offset, bytes(data)))
+        name = dict(zip(store._files, ("index", "pages"), strict=True))[descriptor]
+        writes.append((name, offset, bytes(data)))
         return real(descriptor, data, offset)
 
     random, prompts = np.random.default_rng(5), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagepool.prefix.store.os.pwrite", recorded)
+        patch.setattr(os, "pwrite", recorded)
         for _ in range(30):
             family, length = int(random.integers(4)), int(random.integers(1, 6)) * BLOCK
             prompts.append([1000 * family + place for place in range(length)] + random.integers(0, 2, BLOCK).tolist())
             world.run(prompts[-1])
             assert world.cache.flush()
             world.cache.evict(64)
-            with closing(sqlite3.connect(folder / "index.sqlite")) as source, closing(sqlite3.connect(copy)) as target:
-                source.backup(target)
-            databases.append((len(writes), copy.read_bytes()))
-    world.stop()
-    assert len(writes) > 60 and world.store._counts["evicted"] > 20
-    return path, folder, prompts, writes, databases
+            assert world.cache.link.wait()
+            stops.append(len(writes))
+        world.stop()
+    assert len(writes) > 200 and store._counts["evicted"] > 20
+    return folder.name, prompts, first, writes, stops
 
 
-def begin_again(history, folder, pages, database):
-    """Lay out a store as a crash may leave it."""
+def files_after(history, num_writes, late=0, random=None):
+    """Return the bytes of both files after these writes. Four of ten sectors of the `late` last ones are lost."""
+    files = {name: bytearray(data) for name, data in history[2].items()}
+    files["pages"][:] = bytes(14 * 4096)
+    files["index"] += bytes(14 * RECORD_BYTES)
+    for number, (name, offset, data) in enumerate(history[3][:num_writes]):
+        for at in range(0, len(data), SECTOR):
+            if number < num_writes - late or random.random() < 0.6:
+                piece = data[at : at + SECTOR]
+                files[name][offset + at : offset + at + len(piece)] = piece
+    return files
+
+
+def lay_out(folder, files):
+    """Write the files of a store as a crash may leave them."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "pages").write_bytes(pages)
-    (folder / "index.sqlite").write_bytes(database)
+    folder.mkdir(mode=0o700)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
 
 
 def test_power_losses_leave_no_wrong_page(tmp_path, history):
-    """Sectors of the last writes are lost in any order, bits flip, files are truncated, and the index is outdated."""
-    _, made, prompts, writes, databases = history
-    folder, random, served = tmp_path / made.name, np.random.default_rng(11), Served(prompts)
+    """Sectors of the last writes are lost in any order, bits flip, files are truncated, and one file is outdated."""
+    name, prompts, _, _, stops = history
+    random, served = np.random.default_rng(11), Served(prompts)
     for _ in range(TRIALS):
-        stop = int(random.integers(1, len(databases)))
-        num_writes, late = databases[stop][0], int(random.choice([0, 2, 6, 20, 80]))
-        pages = bytearray(14 * 4096)
-        for number, (offset, data) in enumerate(writes[:num_writes]):
-            for at in range(0, len(data), SECTOR):
-                if number < num_writes - late or random.random() < 0.6:
-                    piece = data[at : at + SECTOR]
-                    pages[offset + at : offset + at + len(piece)] = piece
+        num_writes = int(random.choice(stops[1:]))
+        late = int(random.choice([0, 8, 24, 80, 300]))
+        files = files_after(history, num_writes, late, random)
         if random.random() < 0.3:
-            pages[int(random.integers(len(pages)))] ^= 1 << int(random.integers(8))
-        if random.random() < 0.2:
-            del pages[int(random.integers(len(pages))) :]
-        day = stop if random.random() < 0.6 else int(random.integers(len(databases)))
-        database = bytearray(databases[day][1])
-        if random.random() < 0.2:
-            database[int(random.integers(len(database)))] ^= 1 << int(random.integers(8))
-        if random.random() < 0.1:
-            del database[int(random.integers(len(database))) :]
-        begin_again(history, folder, pages, database)
+            old = files_after(history, int(random.choice(stops)))
+            kind = random.choice(["pages", "index"])
+            files[kind] = old[kind]
+        for data in files.values():
+            if random.random() < 0.3:
+                data[int(random.integers(len(data)))] ^= 1 << int(random.integers(8))
+            if random.random() < 0.15:
+                del data[int(random.integers(len(data))) :]
+        lay_out(tmp_path / name, files)
         served(tmp_path)
     assert served.right > TRIALS * 4 and served.refused > TRIALS
 
 
 def test_every_byte_of_the_index_may_be_wrong(tmp_path, history):
     """The store raises an exception or returns correct pages. `make store-test` damages every byte."""
-    _, made, prompts, writes, databases = history
-    folder, served = tmp_path / made.name, Served(prompts[-3:])
-    pages = bytearray(14 * 4096)
-    for offset, data in writes:
-        pages[offset : offset + len(data)] = data
-    database = databases[-1][1]
-    places = range(len(database)) if WHOLE else [*range(0, 100, 3), *range(100, len(database), 101)]
+    name, prompts, _, _, stops = history
+    served = Served(prompts[-3:])
+    whole = files_after(history, stops[-1])
+    size = len(whole["index"])
+    places = range(size) if WHOLE else [*range(0, 160, 3), *range(HEAD_BYTES, size, 7)]
     random = np.random.default_rng(2)
     for place in places:
-        damaged = bytearray(database)
+        damaged = bytearray(whole["index"])
         damaged[place] ^= int(random.integers(1, 256))
-        begin_again(history, folder, pages, damaged)
+        lay_out(tmp_path / name, {**whole, "index": damaged})
         served(tmp_path)
     assert served.right > len(places)
 
 
-@pytest.mark.parametrize("taken", [["pages"], ["index.sqlite"], ["pages", "index.sqlite"]])
+@pytest.mark.parametrize("taken", [["pages"], ["index"], ["pages", "index"]])
 def test_files_of_another_model_are_not_used(tmp_path, taken):
     """Two fine-tuned models with equal layouts have different pages for the same prompts."""
     worlds = {}
@@ -139,7 +142,7 @@ def test_files_of_another_model_are_not_used(tmp_path, taken):
 
 def test_a_sum_depends_on_every_byte_the_name_and_the_fingerprint(tmp_path):
     world = World(tmp_path)
-    random, found = np.random.default_rng(1), world.store._sum
+    random, found = np.random.default_rng(1), world.store.pages._pages._sums
     for size in (0, 1, 8, 15, 256, 4096, 4097, 9000):
         page = bytearray(random.bytes(size))
         sums = {found.of(b"a" * 16, page), found.of(b"b" * 16, page), found.of(b"a" * 16, page + b"\0")}

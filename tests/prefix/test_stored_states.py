@@ -13,7 +13,9 @@ from pagepool.prefix import stored_states
 from pagepool.prefix.fingerprint import fingerprint_of
 from pagepool.prefix.session import load_session, save_session
 from pagepool.prefix.store import PrefixStore
+from pagepool.prefix.store_files import RESERVED
 
+FEW = RESERVED + (1 << 20)  # bytes of a store with room for some states
 STATES = StateLayout(layers=[{"conv": ((3, 4), "bfloat16"), "ssm": ((5000,), "float32")}, {}, {"ssm": ((2,), "int32")}])
 
 
@@ -115,8 +117,8 @@ def test_a_damaged_state_is_not_used_and_the_one_before_it_is(tmp_path):
             damaged[at] ^= 1
         path.write_bytes(damaged)
         world = Hybrid(tmp_path)
-        world.store._writer.close()
-        world.store._writer = None  # only a reader: it must not repair what the next turn damages
+        world.store.pages._may_write = False  # only a reader: it must not repair what the next turn damages
+        world.store.pages._close_lock()
         assert world.serve(range(41)) in (0, 8, 40)
         world.stop()
     path.write_bytes(data)
@@ -197,29 +199,29 @@ def test_flush_in_another_thread_reads_whole_states(tmp_path):
 
 
 def test_states_count_towards_the_bytes_of_the_store(tmp_path):
-    world = Hybrid(tmp_path, max_bytes=9 << 20, budget=8 << 20)
+    world = Hybrid(tmp_path, max_bytes=FEW, budget=8 << 20)
     for start in range(0, 8000, 40):
         world.serve(range(start, start + 17))
         if start % 400 == 0:
-            assert world.cache.flush() and world.store.stats()["bytes"] <= 9 << 20
+            assert world.cache.flush() and world.store.stats()["bytes"] <= FEW
     assert world.store.stats()["evicted"] > 0 and world.store.stats()["failed"] == 0
-    world = world.restart(tmp_path, max_bytes=9 << 20)
+    world = world.restart(tmp_path, max_bytes=FEW)
     assert world.serve(range(start, start + 17)) == 16
     world.stop()
     layout = StateLayout(layers=[{"ssm": ((1 << 20,), "float32")}])
     with refuses(ValueError, "max_bytes", "4 pages and states"):
-        Hybrid(tmp_path, max_bytes=9 << 20, layout=layout)
+        Hybrid(tmp_path, max_bytes=FEW, layout=layout)
 
 
 def test_a_state_that_is_used_in_memory_again_and_again_stays_in_the_store(tmp_path):
-    world = Hybrid(tmp_path, max_bytes=9 << 20, budget=8 << 20)
+    world = Hybrid(tmp_path, max_bytes=FEW, budget=8 << 20)
     for start in range(0, 6000, 20):
         assert world.serve(range(9)) == (8 if start else 0)
         world.serve(range(start + 1000, start + 1009))
         if start % 200 == 0:
             assert world.cache.flush()
     assert world.store.stats()["evicted"] > 100
-    world = world.restart(tmp_path, max_bytes=9 << 20)
+    world = world.restart(tmp_path, max_bytes=FEW)
     assert world.serve(range(9)) == 8
     world.stop()
 

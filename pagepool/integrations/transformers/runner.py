@@ -247,7 +247,7 @@ class ModelRunner:
         path
             Directory of the store. Several models may share it.
         max_bytes
-            Limit in bytes of the store for this model.
+            Limit in bytes of the directory, over all models.
         weights
             A digest of the weights, such as `weights_digest` returns. None: every weight is read.
 
