@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -19,7 +18,8 @@ from pagepool.memory.shared_pages import GRAIN, cost_of, reclaim
 
 __all__ = ["MemoryBudget"]
 
-FRACTION = 64  # a pool grows by this part of the budget, so that it seldom needs the lock
+FRACTION = 64  # a pool grows by this part of the budget, so that it seldom needs the lock,
+MOST_AT_ONCE = 64 << 20  # but not by more: a step of its engine waits until the system has allocated the memory
 CONTENT = re.compile(rb"pagepool budget 1\nbytes (\d{1,18})\n")
 PATIENCE = 10.0  # seconds until a call fails because another process has the lock
 
@@ -40,7 +40,7 @@ def _open_pool(path: Path) -> int | None:
         found = path.lstat()
         is_pool = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW) if is_pool else None
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # it was removed meanwhile, and another user has made one
         return None
 
 
@@ -93,8 +93,6 @@ class MemoryBudget:
     >>> os.unlink("/dev/shm/pagepool.budget-example")
     """
 
-    MOMENT = 0.1  # seconds until an engine gives up to grow
-
     __reduce__ = refuse_copy
 
     def __init__(self, name: str, bytes: int) -> None:
@@ -102,9 +100,8 @@ class MemoryBudget:
             raise wrong("name", "a str", name)
         self.name = name
         self.bytes = integer("bytes", bytes, 1, 10**18 - 1)
-        self._least = max(GRAIN, self.bytes // FRACTION)
+        self.step = max(GRAIN, min(self.bytes // FRACTION, MOST_AT_ONCE))  # bytes by which a pool grows
         self._path = files.path_of(name, "memory budget", "pagepool.budget-")
-        self._unfinished = files.path_of(name, prefix="pagepool.new-")
         os.close(self._open())
 
     def __repr__(self) -> str:
@@ -131,6 +128,10 @@ class MemoryBudget:
             try:
                 os.write(fd, b"pagepool budget 1\nbytes %d\n" % self.bytes)
                 files.publish(fd, self._path)
+            except OSError as error:
+                left = os.fstatvfs(fd)
+                room = f"{files.FOLDER} has {left.f_bavail * left.f_frsize} bytes available"
+                raise OSError(error.errno, f"cannot make {self._path}: {error.strerror}; {room}") from error
             finally:
                 os.close(fd)
         found = CONTENT.fullmatch(os.pread(fd, 100, 0))
@@ -143,39 +144,37 @@ class MemoryBudget:
         return fd
 
     @contextmanager
-    def _lock(self, seconds: float | None = None) -> Iterator[bool]:
-        """Hold the lock, under which alone the pools grow. False if another process keeps it for so long."""
-        fd = self._open()
-        _locked.add(fd)
-        end, has_it = monotonic() + (PATIENCE if seconds is None else seconds), False
+    def grant(self, fd: int | None, wanted: int, takes: bool = True, seconds: float | None = None) -> Iterator[int]:
+        """Lock the budget; yield by how many bytes the pool of `fd`, or a new one, may grow until the block ends.
+
+        The number is a multiple of 2 MiB and can be above or below `wanted`; with 0, the pool may fill its last 2 MiB.
+        With `takes`, takes idle memory of other pools until there are `wanted` bytes. The number is -1 if the file of
+        the pool was removed, or if another process keeps the lock for `seconds`. Without `seconds`, that raises
+        `PoolError` after 10 s. Internal.
+        """
+        lock = self._open()
+        _locked.add(lock)
         try:
-            while not has_it:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    has_it = True
-                except BlockingIOError:
-                    if monotonic() > end:
-                        break
-                    sleep(0.001)
-            if has_it:
-                self._unfinished.unlink(missing_ok=True)  # its maker was killed
-            yield has_it
+            if self._acquire(lock, PATIENCE if seconds is None else seconds):
+                yield self._room(wanted, takes, fd)
+            elif seconds is None:
+                raise PoolError(f"another process has locked the memory budget {self.name!r} for {PATIENCE} s")
+            else:
+                yield -1
         finally:
-            if has_it:
-                self._unfinished.unlink(missing_ok=True)
-            _locked.discard(fd)
-            os.close(fd)
+            _locked.discard(lock)
+            os.close(lock)
 
-    def _refuse_wait(self) -> PoolError:
-        return PoolError(f"another process has locked the memory budget {self.name!r} for {PATIENCE} s")
-
-    def _new_file(self, wanted: int, pool: str) -> int:
-        """Return a descriptor of an empty file for `wanted` bytes. `_lock` removes its name. Requires the lock."""
-        room = self._room(wanted, takes=True)
-        if room < wanted:
-            has = f"the memory budget {self.name!r} of {self.bytes} bytes has {room} left"
-            raise OSError(errno.ENOSPC, f"the shared pool {pool!r} needs {wanted} bytes, {has}")
-        return os.open(self._unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    def _acquire(self, fd: int, seconds: float) -> bool:
+        end = monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if monotonic() > end:
+                    return False
+                sleep(0.001)
 
     def _members(self) -> dict[str, tuple[int, int, int]]:
         """Return for each pool its bytes of the budget, its bytes of memory and its inode."""
@@ -192,12 +191,12 @@ class MemoryBudget:
                     os.close(fd)
         return found
 
-    def _room(self, wanted: int, takes: bool, own: int | None = None) -> int:
-        """Return by how many bytes the file `own`, or a new one, may grow: a multiple of 2 MiB. Requires the lock.
-
-        With `takes`, takes idle memory of other pools until there are `wanted` bytes.
-        """
-        inode = None if own is None else os.fstat(own).st_ino
+    def _room(self, wanted: int, takes: bool, own: int | None) -> int:
+        """See `grant`. Requires the lock."""
+        status = None if own is None else os.fstat(own)
+        if status is not None and status.st_nlink == 0:
+            return -1
+        inode = None if status is None else status.st_ino
         members = self._members()
         room = self._left(members)
         for name in sorted(members, key=lambda name: members[name][0], reverse=True) if takes else ():

@@ -56,9 +56,12 @@ def open_private(path: Path) -> int | None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        os.close(fd)
+    except PermissionError:
+        fd = -1
+    found = path.lstat() if fd < 0 else os.fstat(fd)
+    if fd < 0 or not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if fd >= 0:
+            os.close(fd)
         mode = stat.filemode(found.st_mode)
         raise PoolError(
             f"{path} must be a regular file of user {os.geteuid()} with mode 0600; it belongs to user "

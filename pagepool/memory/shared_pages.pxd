@@ -90,6 +90,8 @@ cdef class SharedPages:
     cdef readonly object budget  # a MemoryBudget or None
 
     cdef int attach(self, object shared, const pp_shared_shape *shape, int64_t limit) except -1
+    cdef object make(self, const pp_shared_shape *shape, int64_t limit)
+    cdef int fill(self, int fd, const pp_shared_shape *shape, int64_t limit) except -1
     # Checks the file, and attaches; on success the view owns `fd`.
     cdef int open(self, int fd, const pp_shared_shape *shape) except -1
     cdef int compare(self, const pp_shared_shape *found, const pp_shared_shape *shape) except -1
@@ -101,8 +103,10 @@ cdef class SharedPages:
     cdef void close(self) noexcept
     cdef int set_limit(self, int32_t limit) except -1
     cdef int apply_limit(self, int32_t limit, int64_t patience) except -1
-    # The highest limit up to `wanted` that the budget has room for. Requires the lock of the budget.
-    cdef int64_t reach(self, int64_t wanted, bint takes) except -1
+    # How many bytes more the pool needs for the limit.
+    cdef int64_t missing(self, int64_t limit) except -1
+    # The highest limit up to `wanted` if the pool may grow by `room` bytes.
+    cdef int64_t reach(self, int64_t wanted, int64_t room) except -1
     # Frees the blocks of dead processes; returns the number of these processes.
     cdef int reap(self, pp_lock *lock) except -1
 

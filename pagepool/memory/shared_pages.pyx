@@ -9,6 +9,7 @@ from pagepool.csrc cimport pp_kv_layout, pp_lock, pp_lock_acquire, pp_lock_relea
 from pagepool.memory.token_rows cimport NAMES
 
 import os
+from contextlib import nullcontext
 
 from pagepool._arguments import wrong
 from pagepool.errors import PoolError, StaleHandle
@@ -105,13 +106,11 @@ cdef class SharedPages:
             pp_shared_close(&self.view)
 
     cdef int set_limit(self, int32_t limit) except -1:
-        cdef int64_t reached
+        cdef int64_t reached = 0
         if self.budget is None or limit <= pp_shared_limit(&self.view):
             return self.apply_limit(limit, PP_SHARED_PATIENCE)
-        with self.budget._lock() as has_it:
-            if not has_it:
-                raise self.budget._refuse_wait()
-            reached = self.reach(limit, True)
+        with self.budget.grant(self.view.fd, self.missing(limit)) as room:
+            reached = self.reach(limit, room)
             if reached < limit:
                 raise OSError(
                     ENOSPC,
@@ -124,17 +123,16 @@ cdef class SharedPages:
         """Raises the limit by `n` blocks or more, or by fewer if the budget is full; returns by how many.
 
         With `takes`, takes idle blocks of other pools if the budget has too little left. Returns 0 as well if the file
-        system is full, or if another process does not release the lock.
+        system is full, or if another process does not release a lock within 0.1 s.
         """
         cdef int64_t limit, wanted, reached = 0, size = self.view.block_bytes
         if self.budget is None:
             return 0
-        limit = self.view.num_blocks
-        with self.budget._lock(self.budget.MOMENT) as has_it:
-            if has_it:
-                limit = pp_shared_limit(&self.view)
-                wanted = max(n * size, self.budget._least)
-                reached = self.reach(limit + (wanted + size - 1) // size, takes)
+        limit = pp_shared_limit(&self.view)
+        wanted = min(limit + (max(n * size, self.budget.step) + size - 1) // size, self.view.num_blocks)
+        with self.budget.grant(self.view.fd, self.missing(wanted), takes, SHORT_WAIT / 1e9) as room:
+            reached = self.reach(wanted, room)
+            limit = pp_shared_limit(&self.view)
             if reached > limit:
                 try:
                     self.apply_limit(reached, SHORT_WAIT)
@@ -142,15 +140,18 @@ cdef class SharedPages:
                     reached = 0
         return max(0, reached - limit)
 
-    cdef int64_t reach(self, int64_t wanted, bint takes) except -1:
-        cdef int64_t size = self.view.block_bytes, missing, room, limit
+    cdef int64_t missing(self, int64_t limit) except -1:
+        cdef int64_t size = self.view.block_bytes
         if pp_shared_is_stale(&self.view):
             raise self.stale()
-        wanted = min(wanted, self.view.num_blocks)
-        missing = round_up(wanted * size) - round_up(pp_shared_limit(&self.view) * size)
-        room = self.budget._room(missing, takes, self.view.fd)
-        limit = pp_shared_limit(&self.view)  # at most the one that `_room` has counted: `shrink` needs no lock
-        return limit if os.fstat(self.view.fd).st_nlink == 0 else min(wanted, (round_up(limit * size) + room) // size)
+        return max(0, round_up(limit * size) - round_up(pp_shared_limit(&self.view) * size))
+
+    cdef int64_t reach(self, int64_t wanted, int64_t room) except -1:
+        cdef int64_t size = self.view.block_bytes
+        if room < 0:
+            return pp_shared_limit(&self.view)
+        # The limit is at most the one that the budget has counted: `shrink` needs no lock of the budget.
+        return min(wanted, (round_up(pp_shared_limit(&self.view) * size) + room) // size)
 
     cdef int apply_limit(self, int32_t limit, int64_t patience) except -1:
         cdef int error
@@ -194,43 +195,64 @@ cdef class SharedPages:
 
     cdef int attach(self, object shared, const pp_shared_shape *shape, int64_t limit) except -1:
         """Attaches to the pool, or makes it."""
-        cdef int fd, error
-        cdef bint is_new = False
-        cdef uint64_t seed = int.from_bytes(os.urandom(8), "little")
         from pagepool.memory import shared_files as files
         self.shared = shared
         self.pid = os.getpid()
-        is_named = isinstance(shared, str)
-        while True:
-            opened = files.open_named(shared) if is_named else files.open_memfd(shared)
-            is_new = opened is None
-            if not is_new:
-                fd = opened
-            elif self.budget is None:
-                fd = files.unnamed_file()
+        fd = None
+        while fd is None:
+            if not isinstance(shared, str):
+                fd = files.open_memfd(shared)
             else:
-                fd = self.budget._new_file(pp_shared_cost(shape.num_blocks, &shape.layout, limit), shared)
+                fd = files.open_named(shared)
+                if fd is None:
+                    fd = self.make(shape, limit)
+        try:
+            if not isinstance(shared, str):
+                self.fill(fd, shape, limit)
+            self.open(fd, shape)
+        except BaseException:
+            os.close(fd)
+            raise
+        return 0
+
+    cdef object make(self, const pp_shared_shape *shape, int64_t limit):
+        """Makes the named pool. Returns its descriptor, or None if another process was first.
+
+        The file has no name until it is finished, so it vanishes if this process is killed.
+        """
+        cdef int64_t needed = pp_shared_cost(shape.num_blocks, &shape.layout, limit)
+        from pagepool.memory import shared_files as files
+        with nullcontext(needed) if self.budget is None else self.budget.grant(None, needed) as room:
+            if room < needed:
+                has = f"the memory budget {self.budget.name!r} of {self.budget.bytes} bytes has {room} left"
+                raise OSError(ENOSPC, f"the shared pool {self.shared!r} needs {needed} bytes, {has}")
+            fd, is_first = files.unnamed_file(), False
             try:
-                if is_new or not is_named:
-                    size = limit * shape.layout.block_bytes
-                    if is_new or not os.fstat(fd).st_size:
-                        files.check_room(fd, size, f"the shared pool {shared!r}")
-                    error = pp_shared_create(fd, shape, limit, seed)
-                    if error == ETIMEDOUT:
-                        raise PoolError(f"another process has begun to make the shared pool {shared!r} and is stopped")
-                    if error and error != EEXIST:
-                        reason = os.strerror(error)
-                        raise OSError(error, f"no room for {size} bytes of the shared pool {shared!r}: {reason}")
-                    if not is_named and not error:
-                        os.close(files.open_memfd(fd))  # seals it
-                    if is_new and not files.publish(fd, files.path_of(shared)):
-                        os.close(fd)
-                        continue
-                self.open(fd, shape)
-                return 0
-            except BaseException:
-                os.close(fd)
-                raise
+                self.fill(fd, shape, limit)
+                is_first = files.publish(fd, files.path_of(self.shared))
+            finally:
+                if not is_first:
+                    os.close(fd)
+            return fd if is_first else None
+
+    cdef int fill(self, int fd, const pp_shared_shape *shape, int64_t limit) except -1:
+        """Makes a pool in a file, unless the file has one."""
+        cdef uint64_t seed = int.from_bytes(os.urandom(8), "little")
+        cdef int error
+        from pagepool.memory import shared_files as files
+        size = limit * shape.layout.block_bytes
+        if not os.fstat(fd).st_size:
+            files.check_room(fd, size, f"the shared pool {self.shared!r}")
+        with nogil:
+            error = pp_shared_create(fd, shape, limit, seed)
+        if error == ETIMEDOUT:
+            raise PoolError(f"another process has begun to make the shared pool {self.shared!r} and is stopped")
+        if error and error != EEXIST:
+            reason = os.strerror(error)
+            raise OSError(error, f"no room for {size} bytes of the shared pool {self.shared!r}: {reason}")
+        if not error and not isinstance(self.shared, str):
+            os.close(files.open_memfd(fd))  # seals it
+        return 0
 
     cdef int open(self, int fd, const pp_shared_shape *shape) except -1:
         cdef pp_shared_shape *found = <pp_shared_shape *>malloc(sizeof(pp_shared_shape))
@@ -316,10 +338,7 @@ cdef SharedPages attach_shared(
             raise ValueError(
                 f"{num_blocks} blocks need {cost} bytes, the memory budget {budget.name!r} has {budget.bytes}"
             )
-        with budget._lock() as has_it:
-            if not has_it:
-                raise budget._refuse_wait()
-            pages.attach(shared, shape, limit)
+        pages.attach(shared, shape, limit)
     finally:
         free(shape)
     return pages

@@ -80,7 +80,7 @@ def serve(name, which, seed, counts):
 
 def main(seconds, seed):
     choose, name = random.Random(seed), pools.new_name()
-    paths = [f"/dev/shm/pagepool-{name}.a", f"/dev/shm/pagepool-{name}.b", f"/dev/shm/pagepool.new-{name}"]
+    paths = [f"/dev/shm/pagepool-{name}.a", f"/dev/shm/pagepool-{name}.b"]
     found = dict.fromkeys(("samples", "kills", "stops", "most", *COUNTS), 0)
     counts = [mmap.mmap(-1, 4096) for _ in MODELS]
     children = [None] * len(MODELS)

@@ -1,7 +1,9 @@
 """Shared pools for tests: a unique name, and child processes that end without running handlers of pytest."""
 
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
 import traceback
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pagepool
 from pagepool import KvCachePool, KvLayout, PoolError
+from pagepool.memory.shared_pages import read_pool
 
 __all__ = [
     "LAYOUT",
@@ -18,12 +21,15 @@ __all__ = [
     "attach",
     "in_child",
     "kill",
+    "lock_limit",
     "new_name",
     "remove",
     "run_script",
     "wait",
 ]
 
+LIMIT_LOCK, LIMIT_OWNER = 30, 4096 + 16  # the byte that is locked, and where the file has the owner of the lock
+OFD_SETLK = 37
 LAYOUT = KvLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 WHOLE_PAGES = KvLayout(num_layers=1, num_kv_heads=1, head_dim=32, block_size=16, dtype="float32")  # 4,096 bytes each
 
@@ -38,6 +44,14 @@ def attach(shared, num_blocks=64, layout=LAYOUT, **options):
 
 def remove(name):
     os.unlink(f"/dev/shm/pagepool-{name}")
+
+
+def lock_limit(path):
+    """Lock the limit of a pool as a process of it does while it changes the limit, until this process ends."""
+    fd = os.open(path, os.O_RDWR)
+    fcntl.fcntl(fd, OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, LIMIT_LOCK, 1, 0))
+    slot = [process["pid"] for process in read_pool(fd)["processes"]].index(os.getpid())
+    os.pwrite(fd, (1 << slot).to_bytes(8, "little"), LIMIT_OWNER)
 
 
 def allocated(file):

@@ -186,10 +186,10 @@ def pool_budget(pool):
 
 
 def test_names_of_pools_and_budgets_are_apart(name):
-    for pool in (name, f"budget-{name}", f"{name}.new", f"new-{name}"):
+    for pool in (name, f"budget-{name}"):
         KvCachePool.from_layout(FIRST, 0, shared=pool, budget=MemoryBudget(name, 64 * MIB))
-    assert len(MemoryBudget(name, 64 * MIB).pools()) == 4
-    assert len(files_of(name)) == 5
+    assert len(MemoryBudget(name, 64 * MIB).pools()) == 2
+    assert len(files_of(name)) == 3
 
 
 def test_every_damage_of_the_file_is_an_error_or_a_right_answer(name):
@@ -265,7 +265,7 @@ def test_another_process_that_keeps_the_lock_delays_growth_but_hangs_nothing(nam
     pool = open_pool(name, "a", 10)
 
     def keep():
-        with MemoryBudget(name, BYTES)._lock():
+        with MemoryBudget(name, BYTES).grant(None, 0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     other = pools.in_child(keep)
@@ -279,13 +279,60 @@ def test_another_process_that_keeps_the_lock_delays_growth_but_hangs_nothing(nam
     assert pool.allocator.shared_pages.extend(1, True)
 
 
+def test_a_process_that_is_stopped_while_it_changes_its_limit_stops_no_other_pool(name):
+    pool, second = open_pool(name, "a"), open_pool(name, "b")
+    grow(pool, MOST["a"])
+    most = pool.num_blocks
+
+    def keep():
+        own = open_pool(name, "a")
+        pools.lock_limit(f"/dev/shm/pagepool-{name}.a")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        own.close()
+
+    other = pools.in_child(keep)
+    os.waitpid(other, os.WUNTRACED)
+    room = grow(second, MOST["b"])
+    assert pool.num_blocks == most and room < most_blocks("b")
+    pools.kill(other)
+    assert grow(second, MOST["b"]) == most_blocks("b")
+
+
+def test_a_full_file_system_is_named_with_what_it_has_left(name, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(budget_module.os, "write", refuse)
+    with pytest.raises(OSError, match=rf"/dev/shm/pagepool.budget-{name}: No space .* has \d+ bytes available"):
+        MemoryBudget(name, BYTES)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_files_of_another_user_stop_no_growth_and_are_refused_by_name(name):
+    def act():
+        os.setgid(12345)
+        os.setuid(12345)
+        pool = open_pool(name, "a", 10)
+        assert grow(pool, 20) >= 20
+        with pytest.raises(PoolError, match=r"must be a regular file of user 12345 .* belongs to user 0"):
+            shared_files.open_private(path)
+        pool.close()
+
+    path = Path(f"/dev/shm/pagepool.new-{name}")
+    path.touch(0o600)
+    try:
+        assert pools.wait(pools.in_child(act)) == 0
+    finally:
+        path.unlink()
+
+
 def test_a_forked_child_keeps_no_lock_and_can_use_the_budget(name):
     budget = MemoryBudget(name, BYTES)
     ready, told = os.pipe()
     done, tell = os.pipe()
 
     def parent():
-        with budget._lock():
+        with budget.grant(None, 0):
             if os.fork() == 0:
                 os.close(tell)
                 os.write(told, b"x")
@@ -297,8 +344,8 @@ def test_a_forked_child_keeps_no_lock_and_can_use_the_budget(name):
     os.read(ready, 1)
     pools.kill(other)
     assert pools.wait(pools.in_child(lambda: open_pool(name, "a", 10))) == 0
-    with budget._lock(0.0) as has_it:
-        assert has_it
+    with budget.grant(None, 0, seconds=0.0) as room:
+        assert room > 0
     for fd in (ready, told, done, tell):
         os.close(fd)
 

@@ -1,10 +1,8 @@
 """A scheduler serves requests over a shared pool while another process changes the limit and is killed."""
 
-import fcntl
 import os
 import random
 import signal
-import struct
 import threading
 import time
 import zlib
@@ -15,11 +13,8 @@ import pools
 import pytest
 
 from pagepool import PoolExhausted, PrefixCache, Scheduler, SchedulerConfig
-from pagepool.memory.shared_pages import read_pool
 
 BLOCKS, SIZE, WIDTH = 64, 16, 32
-LIMIT_LOCK, LIMIT_OWNER = 30, 4096 + 16  # the byte that is locked, and where the file has the owner of the lock
-OFD_SETLK = 37
 
 
 @pytest.fixture
@@ -138,10 +133,7 @@ def stopped(memfd):
 
     def keep():
         own = view(memfd)[0]
-        fd = os.open(f"/proc/self/fd/{memfd}", os.O_RDWR)
-        fcntl.fcntl(fd, OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, LIMIT_LOCK, 1, 0))
-        slot = [process["pid"] for process in read_pool(memfd)["processes"]].index(os.getpid())
-        os.pwrite(memfd, (1 << slot).to_bytes(8, "little"), LIMIT_OWNER)
+        pools.lock_limit(f"/proc/self/fd/{memfd}")
         os.kill(os.getpid(), signal.SIGSTOP)
         own.close()
 
