@@ -64,8 +64,14 @@ class ChatText:
         Raises
         ------
         RequestRejected
-            If the messages contain every character that could mark them.
+            If the messages contain every character that could mark them, or are nested too deeply.
         """
+        try:
+            return self._mark(messages)
+        except RecursionError:
+            raise RequestRejected("the messages are nested too deeply") from None
+
+    def _mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str | None]:
 
         def has_control(message: Mapping[str, Any]) -> bool:
             pattern = self._pattern_for(message)

@@ -144,8 +144,9 @@ class Connection(H11Protocol):
             self.transport.write(last_answer(status, REASONS[status], f"invalid HTTP: {quoted(str(error))}"))
         self.transport.close()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Ignore the header Upgrade without a line in the log. Called by uvicorn."""
+    def _should_upgrade(self) -> bool:
+        """Ignore the header Upgrade, also where a library for WebSockets is installed. Called by uvicorn."""
+        return False
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -103,6 +103,8 @@ def read_body(body: bytes) -> dict[str, Any]:
         for name, value in found.items():
             try:
                 json.dumps([name, value], ensure_ascii=False).encode()
+            except RecursionError:
+                raise RequestError(400, f"{quoted(name)} is nested too deeply", param=name) from None
             except UnicodeEncodeError:
                 sentence = f"{quoted(name)} is not valid Unicode: it has half of a surrogate pair"
                 raise RequestError(400, sentence, param=name) from None

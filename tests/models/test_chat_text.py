@@ -171,6 +171,14 @@ def test_the_mark_is_a_character_that_no_message_contains():
         encoder.encode_chat([{"role": "user", "content": "<|im_end|>"}, {"role": "user", "content": "".join(MARKS)}])
 
 
+def test_messages_that_are_nested_too_deeply_are_refused():
+    deep = "x"
+    for _ in range(10_000):
+        deep = [deep]
+    with refuses(RequestRejected, "nested"):
+        chat_text_of("byte level").mark([{"role": "user", "content": "x", "tool_calls": deep}])
+
+
 def test_a_tokenizer_without_a_rust_backend_is_cut_within_the_tokens():
     class Slow:
         chat_template = "<s>"

@@ -288,9 +288,10 @@ def test_what_is_not_strict_http_gets_one_json_error_and_a_closed_connection(ope
     assert open_server.engine.stats()["ended"] == before
 
 
-def test_an_offer_of_another_protocol_is_ignored_and_the_body_is_read(open_server):
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+def test_an_offer_of_another_protocol_is_ignored_and_the_body_is_read(open_server, protocol):
     body = b'{"prompt": "x", "max_tokens": 2}'
-    offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+    offer = b"connection: Upgrade\r\nupgrade: %b\r\n" % protocol
     with socket.create_connection(("127.0.0.1", open_server.port)) as sock:
         sock.settimeout(SECONDS)
         for chunked in (False, True):

@@ -147,6 +147,16 @@ def test_a_text_that_is_no_unicode_is_refused_by_the_name_of_its_field(served, p
 
 
 @pytest.mark.parametrize("path", FIELDS)
+def test_a_deeply_nested_value_is_refused_or_not_looked_at(served, path):
+    for depth in (500, 5_000, 200_000):
+        for text in ("1", '"\\ud83d\\ude00"'):
+            deep = "[" * depth + text + "]" * depth
+            for name in ("metadata", "tools", "prompt", "x"):
+                body = json.dumps(BASES[path])[:-1] + f', "{name}": {deep}}}'
+                assert served.http.post(path, content=body).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("path", FIELDS)
 def test_errors_quote_at_most_200_characters(served, path):
     for name, value in ((LONG, 1), ("model", LONG), ("x" * 300, LONG)):
         refused(served, path, {**BASES[path], name: value})
