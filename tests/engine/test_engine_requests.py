@@ -449,3 +449,29 @@ def test_stats_count_tokens_and_endings():
         assert (stats["requests"], stats["ended"]["length"]) == (0, 2)
         assert (stats["prompt_tokens"], stats["cached_tokens"], stats["generated_tokens"]) == (46, 20, 10)
         assert 0 < stats["model_seconds"] < stats["step_seconds"]
+
+
+def test_a_reset_forgets_prefixes_also_of_a_request_that_runs():
+    prompt = "a prompt of some length"
+    with new_engine(FakeRunner(num_blocks=128, step_seconds=0.005)) as engine:
+        engine.submit(prompt, SamplingParams(1)).result(SECONDS)
+        running = engine.submit(prompt, SamplingParams(60))
+        next(running)
+        assert running.num_cached > 0
+        engine.reset_prefix_cache()
+        assert running.finish_reason is None and engine.prefix_cache.num_cached == 0
+        assert running.result(SECONDS).token_ids == alone(prompt, 60)
+        assert engine.submit(prompt, SamplingParams(1)).result(SECONDS).num_cached == 0
+        engine.check()
+    with refuses(EngineClosed, "prefix cache"):
+        engine.reset_prefix_cache()
+    with new_engine(prefix_cache=False) as engine:
+        engine.reset_prefix_cache()
+
+
+def test_a_checked_request_gives_several_choices_of_their_own():
+    with new_engine() as engine:
+        checked = engine.read("x", SamplingParams(20, temperature=1.0, seed=1, stop="no"))
+        found = [engine.submit(checked.choice(seed=seed)).result(SECONDS).text for seed in (1, 2, 1)]
+        wanted = [engine.submit("x", SamplingParams(20, temperature=1.0, seed=seed, stop="no")) for seed in (1, 2)]
+        assert found == [wanted[number].result(SECONDS).text for number in (0, 1, 0)] and found[0] != found[1]
