@@ -22,10 +22,7 @@ GROUP = 16
 
 MAX_BLOCK_SIZE = 1024
 MAX_COUNT = 2**31 - 1
-CHOICES = {
-    "policy": ("priority", "fcfs", "lpm", "fair"),
-    "admission": ("prompt", "whole"),
-}
+CHOICES = {"policy": ("priority", "fcfs", "fair")}
 PREEMPTION_ACTIONS = ("partial",)
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
@@ -268,14 +265,11 @@ class SchedulerConfig:
     watermark : float
         Share of the blocks that stays free when a request is admitted while others run.
     policy : str
-        Which request goes next: "priority" (lower number first, then first come), "fcfs" (first come), "lpm" (longest
-        cached prefix), "fair" (the tenant that was served the fewest tokens).
+        Which request goes next: "priority" (lower number first, then first come), "fcfs" (first come), "fair" (the
+        tenant that was served the fewest tokens).
     max_wait_steps : int or None
         A request that has waited this many steps goes before every later request, whatever the policy. It is not
         preempted for a later request, and does not wait for blocks that another request computes. None: no bound.
-    admission : str
-        "prompt": a request is admitted when its prompt fits. "whole": when the pool has room for all blocks that it and
-        the active sequences may ever need, so that no sequence is preempted.
     lookahead : int
         Slots for drafted tokens that each decode takes in addition to its own; see `Scheduler.commit`.
     tenants : mapping
@@ -288,7 +282,7 @@ class SchedulerConfig:
     Raises
     ------
     ValueError, TypeError
-        For a field that is out of range, or for a policy, admission or action that does not exist.
+        For a field that is out of range, or for a policy or action that does not exist.
 
     Examples
     --------
@@ -304,7 +298,6 @@ class SchedulerConfig:
     watermark: float = 0.01
     policy: str = "priority"
     max_wait_steps: int | None = 10_000
-    admission: str = "prompt"
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
     preemption_actions: tuple[str, ...] = ()

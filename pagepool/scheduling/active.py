@@ -28,8 +28,8 @@ class ActiveSequences:
 
     Invariants, between calls: the ring has every active sequence once. `prefills` has the sequences in the state
     PREFILLING, by id, in the order of admission. `promised` is the number of blocks that the prefills need for the
-    tokens that they have yet to read. `reserved` is the number of blocks that all active sequences may ever need.
-    `num_gone` sequences have left so far. A step costs O(places), a sequence that leaves O(active).
+    tokens that they have yet to read. `num_gone` sequences have left so far. A step costs O(places), a sequence that
+    leaves O(active).
     """
 
     def __init__(self, config: SchedulerConfig, blocks_for: Callable[[int], int]) -> None:
@@ -43,7 +43,6 @@ class ActiveSequences:
         self.prefills: dict[int, Sequence] = {}
         self.num_gone = 0
         self.promised = 0
-        self.reserved = 0
 
     def __len__(self) -> int:
         return len(self.ring) + len(self._taken or ())
@@ -51,7 +50,6 @@ class ActiveSequences:
     def add(self, seq: Sequence) -> None:
         """Put `seq` at the tail."""
         self.ring.append(seq)
-        self.reserved += self._blocks_for(seq.max_tokens)
         if seq.state is PREFILLING:
             self.prefills[seq.id] = seq
             self._owe(seq, 1)
@@ -61,7 +59,6 @@ class ActiveSequences:
     def remove(self, seq: Sequence) -> None:
         """Drop `seq`, which is about to finish or to be preempted."""
         self.ring.remove(seq)
-        self.reserved -= self._blocks_for(seq.max_tokens)
         self.num_gone += 1
         self._decodes = None
         if seq.state is PREFILLING:
@@ -145,7 +142,6 @@ class ActiveSequences:
             "active sequences": sorted(seq.id for seq in self.ring),
             "prefills": sorted(self.prefills),
             "promised blocks": self.promised,
-            "reserved blocks": self.reserved,
         }
 
     def _owe(self, seq: Sequence, sign: int) -> None:

@@ -51,7 +51,7 @@ class Admission:
     No request overtakes the next one, so small requests cannot starve a large one. There is one exception: a request
     that needs blocks which another request is computing is deferred until they are in the prefix cache, and later
     requests pass it. A request that did not fit is tried again when there is more room, when more of its prompt is
-    cached, or when a sequence has left: this affects quotas, preempted sequences and the admission of whole requests.
+    cached, or when a sequence has left: this affects quotas and preempted sequences.
     """
 
     config: SchedulerConfig
@@ -62,10 +62,6 @@ class Admission:
     tenants: Tenants
     preemption: Preemption
     refusal: Refusal | None = None  # why the last attempt was refused, None if it succeeded
-
-    def cached(self, seq: Sequence) -> int:
-        """Return the number of tokens of `seq` in the prefix cache, for the policy."""
-        return self.prefix.cached(seq)
 
     def served(self, tenant: Any) -> float:
         """Return the counter of a tenant, for the policy."""
@@ -113,11 +109,6 @@ class Admission:
         config, active, needed = self.config, len(self.active), n * self.blocks.blocks_for(seq.max_tokens)
         if active + n > config.max_sequences:
             return f"{n} forks and {active} active sequences are more than max_sequences, {config.max_sequences}"
-        if config.admission == "whole" and self.active.reserved + needed > self.blocks.capacity:
-            return (
-                f"{n} forks may need {needed} blocks and the active sequences {self.active.reserved}, "
-                f"the pool has {self.blocks.capacity}"
-            )
         slots = self.blocks.free_slots
         if slots is not None and slots < n:
             return f"{n} forks need {n} slots for their recurrent states, {slots} are free"
@@ -165,8 +156,6 @@ class Admission:
             end = seq.fed + min(seq.total_tokens - seq.fed, config.max_prefill_tokens, config.max_batch_tokens)
             wanted = blocks.blocks_for(end) - held
             return blocks.can_take(wanted) or self.preemption.make_room_for(seq, wanted, now)
-        if config.admission == "whole" and active.reserved + blocks.blocks_for(seq.max_tokens) > blocks.capacity:
-            return False
         # The whole prompt must fit, and the remaining blocks of the admitted prompts. A check of the first chunk alone
         # would admit more prompts than the pool can hold, and then preempt them.
         wanted = blocks.blocks_for(seq.total_tokens) - held

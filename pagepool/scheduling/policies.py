@@ -14,9 +14,6 @@ __all__ = ["POLICIES", "Facts", "Policy"]
 class Facts(Protocol):
     """The facts that a policy can use. These methods change nothing."""
 
-    def cached(self, seq: Sequence) -> int:
-        """Return the number of tokens of `seq` in the prefix cache."""
-
     def served(self, tenant: Any) -> float:
         """Return the weighted tokens served to a tenant over its share. Never falls while a request of it waits."""
 
@@ -36,11 +33,6 @@ def least_rank(seq: Sequence, facts: Facts) -> Rank:
     return seq._rank
 
 
-def longest_match(seq: Sequence, facts: Facts) -> tuple[int, int]:
-    """Choose the request with the most cached tokens, then by arrival."""
-    return -facts.cached(seq), seq.id
-
-
 def least_served(seq: Sequence, facts: Facts) -> tuple[float, int]:
     """Choose the first request of the tenant that was served least, then by arrival."""
     return facts.served(seq.tenant), seq.id
@@ -56,19 +48,12 @@ class Policy:
         The sort key of the waiting requests of one tenant. It never changes for a request. If blocks run out, the
         running sequence with the greatest rank is preempted first. Ranks are unique, because they end with the id.
     key : callable
-        The queue's heads are the first `window` requests of every tenant, and the first request that the tenant's quota
-        already counts. The head with the least key is admitted next. Keys are unique. They can grow while a request
-        waits.
-    window : int
-        Number of heads per tenant.
-    by_cache : bool
-        The key depends on the prefix cache, so it can also fall. Then the keys of all heads are computed each time.
+        The queue's heads are the first request of every tenant, and the first request that the tenant's quota already
+        counts. The head with the least key is admitted next. Keys are unique. They can grow while a request waits.
     """
 
     rank: Callable[[Sequence], Rank]
     key: Callable[[Sequence, Facts], Any] = least_rank
-    window: int = 1
-    by_cache: bool = False
 
 
 POLICIES = {
@@ -76,8 +61,6 @@ POLICIES = {
     "priority": Policy(rank=by_priority),
     # First come, first served. Priorities are ignored.
     "fcfs": Policy(rank=by_arrival),
-    # Longest prefix match: among the requests that wait longest, the one with the most cached tokens.
-    "lpm": Policy(rank=by_arrival, key=longest_match, window=32, by_cache=True),
     # The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): each tenant
     # has a counter of the tokens served to it, prompt tokens once and output tokens twice, over its weight. When an
     # idle tenant becomes busy, its counter is raised to the least counter of the busy tenants. While two tenants have

@@ -271,8 +271,8 @@ class Scheduler:
         Raises
         ------
         ValueError
-            If the sequence is not decoding, or `n` more sequences exceed `max_sequences`, the tenant's quota or, with
-            the admission "whole", the pool. A failed call changes nothing.
+            If the sequence is not decoding, or `n` more sequences exceed `max_sequences` or the tenant's quota. A
+            failed call changes nothing.
 
         Examples
         --------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -19,17 +18,14 @@ SWEEP_FROM = 64
 class Line:
     """The requests of one tenant, `live`, by id. `counted` has the requests that the tenant's quota already counts.
 
-    `_front` has the ranks of the first `window` requests or fewer, sorted. `_rest` is a heap of ranks, and no rank in
-    it is less than a rank of the front. `ids` is a heap of all ids. A request that leaves is removed from the front at
-    once, and from a heap when it comes to its top. A push costs O(log n), a removal O(window) amortised.
+    `_ranks` is a heap of all ranks, `ids` a heap of all ids. A request that leaves is removed from a heap when it comes
+    to its top. A push costs O(log n), a removal O(1) amortised.
     """
 
-    def __init__(self, window: int) -> None:
+    def __init__(self) -> None:
         self.live: dict[int, Sequence] = {}
         self.counted: dict[int, Sequence] = {}
-        self._window = window
-        self._front: list[Rank] = []
-        self._rest: list[Rank] = []
+        self._ranks: list[Rank] = []
         self.ids: list[int] = []
 
     def push(self, seq: Sequence) -> None:
@@ -37,36 +33,25 @@ class Line:
         if seq._counted:
             self.counted[seq.id] = seq
         heappush(self.ids, seq.id)
-        if self._front and seq._rank < self._front[-1]:
-            insort(self._front, seq._rank)
-            if len(self._front) > self._window:
-                heappush(self._rest, self._front.pop())
-        else:
-            heappush(self._rest, seq._rank)
+        heappush(self._ranks, seq._rank)
 
     def remove(self, seq: Sequence) -> None:
         del self.live[seq.id]
         self.counted.pop(seq.id, None)
-        self._front = [rank for rank in self._front if rank[2] != seq.id]
         if len(self.ids) > 2 * len(self.live) + SWEEP_FROM:
-            self._rest = list({seq._rank for seq in self.live.values()}.difference(self._front))
-            heapify(self._rest)
+            self._ranks = sorted(seq._rank for seq in self.live.values())
             self.ids = sorted(self.live)
 
     def heads(self) -> list[Sequence]:
-        """Return the first `window` requests by rank, and the first counted request.
+        """Return the first request by rank, and the first counted request.
 
         The quota never blocks a counted request, but may block all other requests until that one starts.
         """
-        live, front, rest = self.live, self._front, self._rest
-        while len(front) < self._window and rest:
-            rank = heappop(rest)
-            seq = live.get(rank[2])
-            # A request that has left and returned may have two entries here, or an old entry with another rank.
-            if seq is not None and seq._rank == rank and rank not in front:
-                front.append(rank)
-        found = [live[rank[2]] for rank in front]
-        if self.counted and not any(seq.id in self.counted for seq in found):
+        # A request that has left and returned may have two entries, or an old entry with another rank.
+        while (first := self.live.get(self._ranks[0][2])) is None or first._rank != self._ranks[0]:
+            heappop(self._ranks)
+        found = [first]
+        if self.counted and first.id not in self.counted:
             found.append(min(self.counted.values(), key=by_rank))
         return found
 
@@ -81,7 +66,7 @@ class Line:
 
     def ranks(self) -> set[Rank]:
         """Return the ranks of the live requests with an entry."""
-        return {*self._front, *self._rest} & {seq._rank for seq in self.live.values()}
+        return {*self._ranks} & {seq._rank for seq in self.live.values()}
 
 
 class Followers:
@@ -247,11 +232,7 @@ class WaitingQueue:
             oldest = self._oldest.first(by_id, may_start)
             if oldest is not None and self.is_aged(oldest, now):
                 return oldest
-        policy = self._policy
-        if not policy.by_cache:
-            return self._best.first(lambda seq: policy.key(seq, facts), may_start)
-        heads = [seq for line in self._lines.values() for seq in line.heads() if may_start(seq)]
-        return min(heads, key=lambda seq: policy.key(seq, facts), default=None)
+        return self._best.first(lambda seq: self._policy.key(seq, facts), may_start)
 
     def is_aged(self, seq: Sequence, now: int) -> bool:
         """Return true if `seq` has waited so long that no later request may overtake it."""
@@ -273,7 +254,7 @@ class WaitingQueue:
     def _line_up(self, seq: Sequence) -> None:
         line = self._lines.get(seq.tenant)
         if line is None:
-            line = self._lines[seq.tenant] = Line(self._policy.window)
+            line = self._lines[seq.tenant] = Line()
         line.push(seq)
         self.change(seq.tenant)
 

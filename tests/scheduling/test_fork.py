@@ -131,7 +131,6 @@ def test_an_ended_fork_publishes_no_uncommitted_blocks():
         ({}, 1.5, TypeError, ("n", "float", "1.5")),
         ({"max_sequences": 4}, 4, ValueError, (4, 1, "max_sequences")),
         ({"tenants": {None: Tenant(max_blocks=20)}}, 2, ValueError, (16, 8, "None", 20)),
-        ({"admission": "whole"}, 8, ValueError, (8, 64)),
     ],
 )
 def test_forks_that_do_not_fit_change_nothing(config, n, error, words):

@@ -322,7 +322,6 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
         max_batch_tokens=rng.choice([6, 24]),
         max_prefill_tokens=rng.choice([3, 8]),
         policy=rng.choice(sorted(POLICIES)),
-        admission=rng.choice(["prompt", "prompt", "whole"]),
         watermark=0,
         lookahead=rng.choice([0, 2]) if slots is None else 0,
         preemption_actions=rng.choice([(), ("partial",)]),

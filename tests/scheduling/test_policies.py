@@ -35,7 +35,7 @@ def order_of_admission(scheduler, limit=1000):
 
 def test_the_config_names_every_policy():
     assert set(CHOICES["policy"]) == set(POLICIES)
-    with refuses(ValueError, "policy", "priority", "fcfs", "lpm", "fair", "sjf"):
+    with refuses(ValueError, "policy", "priority", "fcfs", "fair", "sjf"):
         SchedulerConfig(policy="sjf")
 
 
@@ -45,28 +45,6 @@ def test_first_come_and_priority(policy, order):
     for priority in (5, 1, 1):
         scheduler.add_request([1] * 4, 6, priority)
     assert order_of_admission(scheduler) == order
-
-
-def test_longest_match_is_first_and_ties_are_by_arrival():
-    scheduler = make(policy="lpm", max_sequences=1, cache=True)
-    scheduler.add_request(range(12), 14)
-    assert order_of_admission(scheduler) == [1]
-    scheduler.add_request([50] * 12, 14)
-    scheduler.add_request([*range(4), *[51] * 8], 14)
-    scheduler.add_request([*range(12), 52], 14)
-    scheduler.add_request([53] * 12, 14)
-    assert order_of_admission(scheduler) == [4, 3, 2, 5]
-
-
-def test_only_the_first_32_waiting_requests_are_looked_up():
-    scheduler = make(policy="lpm", max_sequences=1, cache=True)
-    scheduler.add_request(range(12), 14)
-    order_of_admission(scheduler)
-    for number in range(40):
-        scheduler.add_request([100 + number] * 8, 9)
-    scheduler.add_request(range(12), 14)
-    order = order_of_admission(scheduler)
-    assert order[:9] == list(range(2, 11)) and order.index(42) == 9  # admitted tenth, once it is among the first 32
 
 
 def test_tenants_get_tokens_by_weight_for_any_request_sizes():
@@ -105,10 +83,9 @@ def test_a_tenant_that_comes_back_gets_no_credit_for_its_absence():
     assert position <= 2 and tenants.count("idle") <= 5
 
 
-@pytest.mark.parametrize("config", [{"tenants": {"a": Tenant(max_blocks=4)}}, {"admission": "whole"}])
-def test_a_request_that_waits_for_another_to_end_starts_when_it_ends(config):
+def test_a_request_that_waits_for_its_quota_starts_when_another_ends():
     """This also holds if other requests meanwhile took more blocks than the ended request frees."""
-    scheduler = make(92, watermark=0, max_batch_sequences=32, **config)
+    scheduler = make(92, watermark=0, max_batch_sequences=32, tenants={"a": Tenant(max_blocks=4)})
     for _ in range(8):
         scheduler.add_request([1] * 4, 44)
     first, second = [scheduler.add_request([2] * 4, 16, tenant="a") for _ in range(2)]
@@ -189,24 +166,11 @@ def test_a_line_from_which_most_are_removed_keeps_its_order(lane):
     assert order_of_admission(scheduler, 5000) == sorted(left, key=lambda seq_id: ((seq_id - 1) % 3, seq_id))
 
 
-def test_whole_admission_never_preempts():
-    both = []
-    for admission in ("prompt", "whole"):
-        scheduler = make(12, admission=admission, watermark=0)
-        for _ in range(12):
-            scheduler.add_request([1] * 5, 24)
-        order_of_admission(scheduler)
-        assert len(scheduler.drain_finished()) == 12
-        both.append(scheduler.num_preemptions)
-    assert both[0] > 0 and both[1] == 0
-
-
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
         ("policy", None, ValueError),
         ("max_wait_steps", 0, ValueError),
-        ("admission", "all", ValueError),
         ("lookahead", -1, ValueError),
         ("lookahead", 1.5, TypeError),
         ("preemption_actions", ("swap",), ValueError),

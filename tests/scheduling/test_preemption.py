@@ -105,11 +105,10 @@ def test_records_are_bounded_and_totals_are_not(monkeypatch):
     st.sampled_from([None, *CACHE_POLICIES]),
     st.sampled_from(sorted(POLICIES)),
     st.integers(0, 2),
-    st.sampled_from(["prompt", "whole"]),
     st.randoms(use_true_random=False),
 )
 def test_a_preempted_sequence_sees_its_own_keys_again(
-    num_blocks, requests, actions, cache_policy, policy, lookahead, admission, rng
+    num_blocks, requests, actions, cache_policy, policy, lookahead, rng
 ):
     """Random actions, policies, aborts and foreign holders of blocks.
 
@@ -121,7 +120,6 @@ def test_a_preempted_sequence_sees_its_own_keys_again(
         preemption_actions=actions,
         policy=policy,
         lookahead=lookahead,
-        admission=admission,
         max_sequences=4,
         max_batch_tokens=12,
         tenants={1: Tenant(max_blocks=max(2, num_blocks // 2))},

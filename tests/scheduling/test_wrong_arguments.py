@@ -42,7 +42,7 @@ def test_methods_of_a_foreign_prefix_cache_are_checked_at_construction(lacks):
             return getattr(cache, name)
 
     cache = PrefixCache(BlockAllocator(8), 4)
-    config = SchedulerConfig(block_size=4, policy="lpm")
+    config = SchedulerConfig(block_size=4)
     with refuses(TypeError, "prefix_cache", "PrefixCache", ", ".join(lacks)):
         Scheduler(config, cache.allocator, Foreign())
     lacks.clear()
