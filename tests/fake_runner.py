@@ -87,6 +87,15 @@ class FakeRunner:
         self.is_closed = True
 
 
+def reason_of(generation, seconds=60):
+    """Wait for the end of a generation, which may have failed; return its finish reason."""
+    try:
+        generation.result(seconds)
+    except RuntimeError as error:
+        assert error.__cause__ is generation.error is not None
+    return generation.finish_reason
+
+
 def random_logits(tokens):
     """Return random logits of the printable ASCII characters, seeded with a checksum of all previous tokens."""
     logits = np.full(VOCABULARY, -np.inf, np.float32)

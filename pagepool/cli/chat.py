@@ -114,7 +114,8 @@ class Chat:
                     print(token.text, end="", flush=True)
             except KeyboardInterrupt:
                 generation.cancel()
-                generation.result()
+                with suppress(RuntimeError):  # its text is kept, whatever ended it
+                    generation.result()
             except RuntimeError as error:
                 say(str(error))
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pagepool._arguments import integer
+from pagepool._arguments import integer, wrong
 from pagepool.config import SchedulerConfig
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
@@ -156,15 +157,30 @@ class Engine(Intake):
         shared_pool: str | int | None = None,
         memory_budget: MemoryBudget | None = None,
     ) -> None:
-        if store is not None and (store_bytes is None or not prefix_cache):
-            raise ValueError(f"a store needs store_bytes, not {store_bytes}, and a prefix cache")
+        for name, value, kind in (("config", config, SchedulerConfig), ("memory_budget", memory_budget, MemoryBudget)):
+            if not isinstance(value, kind | None):
+                raise wrong(name, f"a {kind.__name__} or None", value)
+        if not isinstance(prefix_cache, bool):
+            raise wrong("prefix_cache", "a bool", prefix_cache)
+        if isinstance(tokenizer, str | Path):
+            raise wrong("tokenizer", "a tokenizer of transformers or None", tokenizer)
+        if (store is None) != (store_bytes is None) or (store is not None and not prefix_cache):
+            raise ValueError(f"a store needs store_bytes, not {store_bytes}, and a prefix cache; store is {store!r}")
+        if store is not None and (prefix_events or shared_pool is not None):
+            raise ValueError(f"a store cannot have prefix_events {prefix_events} or shared_pool {shared_pool!r}")
         if memory_budget is not None and shared_pool is None:
             raise ValueError(f"memory_budget {memory_budget.name!r} needs a shared_pool with a name")
+        if num_blocks is not None:
+            integer("num_blocks", num_blocks, 1)
         config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
         self.runner = model
         if hasattr(model, "run"):
-            if weights is not None:
-                raise ValueError(f"weights {weights!r} are for a model of transformers, not for a runner")
+            of_runner = {"pool_bytes": pool_bytes, "num_blocks": num_blocks, "dtype": dtype, "weights": weights}
+            of_runner |= {"shared_pool": shared_pool, "memory_budget": memory_budget}
+            of_runner["pack_weights"] = None if pack_weights == "auto" else pack_weights
+            for name, value in of_runner.items():
+                if value is not None:
+                    raise ValueError(f"{name} {value!r} is for a model of transformers: give it to the runner")
         else:
             from pagepool.integrations.transformers import ModelRunner
 
@@ -176,6 +192,30 @@ class Engine(Intake):
             if weights is not None:
                 options["weights"] = weights
             self.runner = ModelRunner(model, pool_bytes=pool_bytes, num_blocks=num_blocks, dtype=dtype, **options)
+        self.store = None
+        try:
+            self._open(tokenizer, config, prefix_cache, prefix_events, store, store_bytes, weights_digest, openmp)
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            if self.runner is not model:
+                self.runner.close()
+            raise
+        atexit.register(self.close)  # the interpreter must not exit while the thread runs the model
+        self._thread.start()
+
+    def _open(
+        self,
+        tokenizer: Any,
+        config: SchedulerConfig,
+        prefix_cache: bool,
+        prefix_events: int,
+        store: str | Path | None,
+        store_bytes: int | None,
+        weights_digest: str | None,
+        openmp: str,
+    ) -> None:
+        """Make all that needs the runner. If it raises, `__init__` closes what was opened."""
         super().__init__(
             tokenizer,
             self.runner.vocab_size,
@@ -197,9 +237,8 @@ class Engine(Intake):
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._openmp = OpenmpWorkers(openmp)  # must come after the trial of the model
+        self._pid = os.getpid()
         self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
-        atexit.register(self.close)  # the interpreter must not exit while the thread runs the model
-        self._thread.start()
 
     @classmethod
     def from_gguf(cls, path: str | Path, dtype: str = "auto", **options: Any) -> Engine:
@@ -238,6 +277,8 @@ class Engine(Intake):
         run, and the request's random generator continues where that run stopped.
         """
         integer("num_generated", num_generated, 0, len(request.prompt))
+        if os.getpid() != self._pid:  # before the lock, which a thread of the parent may have held
+            raise EngineClosed(f"the engine runs in process {self._pid}, and this is a child of it: make a new engine")
         with self._changed:
             if not self.is_accepting:
                 raise EngineClosed("the engine accepts no more requests") from self.failure
@@ -348,7 +389,12 @@ class Engine(Intake):
             return self._changed.wait_for(lambda: not self._requests, timeout)
 
     def close(self) -> None:
-        """End all requests with the reason "abort", stop the thread and free the memory. May be called twice."""
+        """End all requests with the reason "abort", stop the thread and free the memory. May be called twice.
+
+        Does nothing in a child process after a fork: the engine belongs to the parent.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             self.is_accepting, self._is_closing = False, True
             self._changed.notify_all()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Event
 from time import monotonic
+
+from pagepool.errors import EngineClosed
 
 __all__ = ["Generation", "PromptToken", "Token"]
 
@@ -101,6 +104,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self._cancel = cancel
+        self._pid = os.getpid()
         self.submitted_at = monotonic()
         self.scheduled_at: float | None = None
         self.first_token_at: float | None = None
@@ -145,15 +149,20 @@ class Generation:
         ------
         TimeoutError
             If it has not ended after `timeout` seconds. The generation continues.
+        RuntimeError
+            If the model failed. The cause is `error`, and `token_ids` has the tokens until then.
         """
+        self._check_process()
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the generation did not end within {timeout} s: got {len(self.token_ids)} tokens")
+        self._check_error()
         return self
 
     def __iter__(self) -> Generation:
         return self
 
     def __next__(self) -> Token:
+        self._check_process()
         with self._changed:
             self._changed.wait_for(lambda: self._pending or self.finish_reason is not None)
             token = self._take()
@@ -165,6 +174,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Token:
+        self._check_process()
         while True:
             with self._changed:
                 if self._pending or self.finish_reason is not None:
@@ -181,9 +191,17 @@ class Generation:
         """Return the next pending token, or None at the end."""
         if self._pending:
             return self._pending.popleft()
+        self._check_error()
+        return None
+
+    def _check_error(self) -> None:
         if self.error is not None:
             raise RuntimeError(f"the generation failed: {self.error}") from self.error
-        return None
+
+    def _check_process(self) -> None:
+        """Raise `EngineClosed` in a forked child, in which no thread runs the request. Comes before any lock."""
+        if os.getpid() != self._pid:
+            raise EngineClosed(f"the generation runs in process {self._pid}, and this is a child of it")
 
     # Only the engine's stepping thread calls the methods below.
 

@@ -128,6 +128,9 @@ class Intake(ABC):
         TypeError, ValueError
             If an argument has a wrong type or value. A failed call changes nothing.
         """
+        most, least = (params.max_new_tokens, params.min_tokens) if isinstance(params, SamplingParams) else (None, 0)
+        if most is not None and least > most:  # a request that goes on elsewhere has fewer new tokens left
+            raise ValueError(f"min_tokens must be at most max_new_tokens, which is {most}, not {least}")
         options = {"request_id": request_id, "priority": priority, "tenant": tenant, "cache_salt": cache_salt}
         request = prompt if isinstance(prompt, Request) else self.read(prompt, params)
         return self._submit(request, **options)

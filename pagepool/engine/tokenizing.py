@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cached_property
 from threading import Semaphore
 from typing import Any
 
-from pagepool._arguments import integer
+from pagepool._arguments import integer, wrong
 from pagepool.engine.chat_text import ChatText
 from pagepool.errors import RequestRejected
 
@@ -79,6 +79,8 @@ class Encoder:
             self._check_size(len(prompt), max_tokens)
             tokens = self._tokens_of(prompt, options)
         else:
+            if isinstance(prompt, bytes | bytearray | memoryview | Mapping | Set):
+                raise wrong("prompt", "a str or a sequence of token ids", prompt)
             tokens = list(prompt)
         if not tokens:
             raise RequestRejected("the prompt must have at least 1 token, not 0")

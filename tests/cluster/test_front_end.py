@@ -600,7 +600,7 @@ def test_without_a_worker_a_request_fails_after_a_limit():
         with world.lock:
             world.decode.dead.add("decode-0")
         world.new_front_end(max_wait=0.2)
-        generation = world.front_end.submit(PROMPT, SamplingParams(3)).result(SECONDS)
+        generation = world.front_end.submit(PROMPT, SamplingParams(3))
         with pytest.raises(RuntimeError, match=r"there was no worker for 0.2 s") as caught:
-            next(generation)
+            generation.result(SECONDS)
         assert isinstance(caught.value.__cause__, EngineClosed)

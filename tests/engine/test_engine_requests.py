@@ -2,12 +2,13 @@
 
 import asyncio
 import gc
+import os
 import threading
 import time
 
 import numpy as np
 import pytest
-from fake_runner import Bytes, FakeRunner, random_logits, says
+from fake_runner import Bytes, FakeRunner, random_logits, reason_of, says
 from refusals import refuses
 
 from pagepool import SchedulerConfig
@@ -142,7 +143,7 @@ def test_a_failure_of_the_model_ends_the_requests_of_that_step_and_no_other():
         good = engine.submit([1, 2], SamplingParams(3))
         bad = engine.submit([7], SamplingParams(3))
         later = engine.submit([3], SamplingParams(3))
-        assert bad.result(SECONDS).finish_reason == "error" and isinstance(bad.error, ArithmeticError)
+        assert reason_of(bad) == "error" and isinstance(bad.error, ArithmeticError)
         with pytest.raises(RuntimeError, match="overflow"):
             failing.extend(bad)
         assert not failing
@@ -155,7 +156,7 @@ def test_a_step_that_failed_leaves_nothing_in_the_prefix_cache():
     prompt = [*range(1, 41)]
     wanted, failures = alone(prompt, 5), [OSError("a device hiccup")]
     with new_engine(FakeRunner(fails=lambda batch: failures.pop() if failures else None)) as engine:
-        assert engine.submit(prompt, SamplingParams(5)).result(SECONDS).finish_reason == "error"
+        assert reason_of(engine.submit(prompt, SamplingParams(5))) == "error"
         assert engine.submit(prompt, SamplingParams(5)).result(SECONDS).token_ids == wanted
         assert engine.stats()["cached_tokens"] == 0
         engine.check()
@@ -170,7 +171,7 @@ def test_nan_logits_end_only_their_request():
 
     with new_engine(FakeRunner(next_token=next_token)) as engine:
         both = engine.submit([7, 1], SamplingParams(9)), engine.submit([8, 1], SamplingParams(9))
-        assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
+        assert [reason_of(one) for one in both] == ["error", "length"]
         assert "token 40 is nan" in str(both[0].error)
         engine.check()
 
@@ -206,7 +207,7 @@ def test_a_request_whose_own_parameters_leave_no_token_forgets_no_pages():
     with new_engine() as engine:
         engine.submit(prompt, SamplingParams(5)).result(SECONDS)
         impossible = engine.submit(prompt, SamplingParams(5, min_tokens=1, stop_token_ids=range(256)))
-        assert impossible.result(SECONDS).finish_reason == "error"
+        assert reason_of(impossible) == "error"
         assert engine.submit(prompt, SamplingParams(5)).result(SECONDS).num_cached == 36
 
 
@@ -220,7 +221,7 @@ def test_a_failed_tokenizer_ends_only_its_request():
     runner = FakeRunner(next_token=says("abc"))
     with new_engine(runner, Picky()) as engine:
         both = engine.submit("x", SamplingParams(9)), engine.submit("x", SamplingParams(1))
-        assert [one.result(SECONDS).finish_reason for one in both] == ["error", "length"]
+        assert [reason_of(one) for one in both] == ["error", "length"]
         assert isinstance(both[0].error, KeyError) and both[0].text == "a"
         assert engine.is_accepting
         engine.check()
@@ -231,7 +232,7 @@ def test_an_engine_whose_scheduler_fails_ends_everything_and_says_so(monkeypatch
         first = engine.submit("x", SamplingParams(200))
         next(first)
         monkeypatch.setattr(engine.scheduler._prefix, "publish_filled", lambda batch: 1 / 0)
-        assert first.result(SECONDS).finish_reason == "error" and isinstance(first.error, ZeroDivisionError)
+        assert reason_of(first) == "error" and isinstance(first.error, ZeroDivisionError)
         wait_until(lambda: not engine.is_accepting)
         with pytest.raises(RuntimeError, match="accepts no more requests"):
             engine.submit("y", SamplingParams(1))
@@ -294,7 +295,7 @@ def test_stop_tokens_do_not_come_before_min_tokens():
             assert (found.token_ids, found.finish_reason) == ([*b"a" * count, 0], "stop")
         drawn = engine.submit("x", SamplingParams(20, temperature=1.0, seed=1, min_tokens=20)).result(SECONDS)
         assert len(drawn.token_ids) == 20 and 0 not in drawn.token_ids
-        begun = engine.read(b"xaa", SamplingParams(20, min_tokens=3, stop_token_ids=[ord("b")]))
+        begun = engine.read([*b"xaa"], SamplingParams(20, min_tokens=3, stop_token_ids=[ord("b")]))
         assert engine._submit(begun, 2).result(SECONDS).token_ids == [ord("a"), 0]
 
 
@@ -402,12 +403,83 @@ def test_without_parameters_a_text_may_fill_the_pool_or_the_model():
 
 def test_an_engine_without_a_tokenizer_takes_token_ids():
     with Engine(FakeRunner()) as engine:
-        generation = engine.submit(b"hello", SamplingParams(4)).result(SECONDS)
+        generation = engine.submit([*b"hello"], SamplingParams(4)).result(SECONDS)
         assert generation.token_ids == alone("hello", 4) and generation.text == ""
         with refuses(TypeError, "tokenizer"):
             engine.submit("hello", SamplingParams(4))
         with refuses(TypeError, "stop"):
             engine.submit([1], SamplingParams(4, stop="x"))
+        for wrong in (b"hello", bytearray(b"hello"), memoryview(b"hello"), {1: 2}, {1, 2}):
+            with refuses(TypeError, "prompt", type(wrong).__name__):
+                engine.submit(wrong, SamplingParams(4))
+        with refuses(ValueError, "min_tokens", 3, 9):
+            engine.submit([1], SamplingParams(3, min_tokens=9))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"prefix_cache": "no"}, TypeError, ("prefix_cache", "bool", "str")),
+        ({"tokenizer": "DIR"}, TypeError, ("tokenizer", "str", "DIR")),
+        ({"config": {"max_sequences": 4}}, TypeError, ("config", "SchedulerConfig", "dict")),
+        ({"memory_budget": "host:1G", "shared_pool": "x"}, TypeError, ("memory_budget", "MemoryBudget", "str")),
+        ({"store_bytes": 1 << 26}, ValueError, ("store_bytes", 1 << 26, "None")),
+        ({"store": "x", "store_bytes": 1 << 26, "shared_pool": "y"}, ValueError, ("store", "shared_pool", "y")),
+        ({"store": "x", "store_bytes": 1 << 26, "prefix_events": 8}, ValueError, ("store", "prefix_events", 8)),
+        ({"num_blocks": 0}, ValueError, ("num_blocks", 1, 0)),
+        ({"num_blocks": 128}, ValueError, ("num_blocks", 128, "runner")),
+        ({"pool_bytes": 128}, ValueError, ("pool_bytes", 128, "runner")),
+        ({"dtype": "bfloat16"}, ValueError, ("dtype", "bfloat16", "runner")),
+        ({"pack_weights": True}, ValueError, ("pack_weights", "True", "runner")),
+        ({"shared_pool": "x"}, ValueError, ("shared_pool", "x", "runner")),
+        ({"openmp": "fast"}, ValueError, ("openmp", "fast")),
+    ],
+)
+def test_arguments_that_an_engine_would_ignore_are_refused(arguments, error, words):
+    runner = FakeRunner()
+    with refuses(error, *words):
+        Engine(runner, **arguments)
+    assert not runner.is_closed and runner.pool.allocator.in_use == 0
+
+
+def test_an_engine_that_cannot_be_made_closes_its_store(tmp_path):
+    for _ in range(2):
+        with refuses(ValueError, "openmp"):
+            new_engine(store=tmp_path, store_bytes=1 << 26, openmp="fast")
+    with new_engine(store=tmp_path, store_bytes=1 << 26) as engine:
+        assert engine.store.is_writer
+
+
+def test_the_result_of_a_request_that_failed_is_an_error():
+    runner = FakeRunner(fails=lambda tokens: OSError("a device hiccup") if tokens[0][0] == 7 else None)
+    with new_engine(runner) as engine:
+        failed = engine.submit([7, 1], SamplingParams(3))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="the generation failed: a device hiccup") as caught:
+                failed.result(SECONDS)
+            assert isinstance(caught.value.__cause__, OSError) and failed.token_ids == []
+        stopped = engine.submit([1, 2], SamplingParams(60))
+        stopped.cancel()
+        assert stopped.result(SECONDS).finish_reason in ("abort", "length")  # a cancelled request has not failed
+
+
+def test_a_forked_child_can_neither_submit_nor_wait():
+    """No thread of the child runs the request."""
+    with new_engine() as engine:
+        running = engine.submit("hello", SamplingParams(20))
+        child = os.fork()
+        if child == 0:
+            refused = 0
+            for call in (lambda: engine.submit("x"), running.result, lambda: next(running)):
+                try:
+                    call()
+                except EngineClosed as error:
+                    refused += str(os.getppid()) in str(error)
+            engine.close()  # as at the exit of the child
+            os._exit(refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+        assert running.result(SECONDS).finish_reason == "length"
+        engine.check()
 
 
 def test_drain_waits_for_running_requests_and_refuses_new_ones():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from fake_runner import Bytes, FakeRunner, random_logits
+from fake_runner import Bytes, FakeRunner, random_logits, reason_of
 from refusals import refuses
 
 from pagepool import SchedulerConfig
@@ -10,7 +10,7 @@ from pagepool.engine import Engine, SamplingParams
 from pagepool.errors import RequestRejected
 
 SECONDS = 60
-PROMPT = b"a prompt of some length"
+PROMPT = [*b"a prompt of some length"]
 
 
 def full_logits(tokens):
@@ -74,7 +74,7 @@ def test_without_new_tokens_it_ends_when_its_prompt_is_computed():
 
 def test_many_requests_with_preemptions_get_what_each_gets_alone():
     rng = np.random.default_rng(0)
-    prompts = [bytes(rng.integers(32, 127, rng.integers(1, 40)).tolist()) for _ in range(24)]
+    prompts = [rng.integers(32, 127, rng.integers(1, 40)).tolist() for _ in range(24)]
     params = [
         SamplingParams(int(rng.integers(0, 20)), prompt_logprobs=2, ignore_eos=True)
         if number % 2
@@ -101,7 +101,7 @@ def test_invalid_logits_end_only_their_request():
     with Engine(FakeRunner(next_token=next_token), Bytes()) as engine:
         bad = engine.submit([1, 2, 3], SamplingParams(2, prompt_logprobs=0))
         good = engine.submit([4, 5, 6], SamplingParams(2, prompt_logprobs=0))
-        assert (bad.result(SECONDS).finish_reason, good.result(SECONDS).finish_reason) == ("error", "length")
+        assert (reason_of(bad), reason_of(good)) == ("error", "length")
         assert "nan" in str(bad.error) and len(good.prompt_logprobs) == 3
         engine.check()
 

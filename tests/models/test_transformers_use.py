@@ -487,6 +487,7 @@ def test_sizes_and_objects_that_are_wrong_are_refused(llama):
         llama.to(torch.float64), "LlamaForCausalLM cannot run over pages: its weights are torch.float64, not a dtype"
     )
     llama.float()
+    refuse(tiny_model("Llama").train(), "LlamaForCausalLM cannot run over pages: it is in training mode.*eval")
     refuse(llama.model, "LlamaModel cannot run over pages: it has no head that generates tokens")
     with torch.device("meta"):
         away = transformers.LlamaForCausalLM(llama.config)

@@ -95,6 +95,8 @@ def require_causal_lm(model: Any) -> None:
         raise ValueError(
             f"{name} cannot run over pages: its weights are on {', '.join(sorted(devices))}, not the cpu{why}"
         )
+    if model.training:
+        raise ValueError(f"{name} cannot run over pages: it is in training mode, call model.eval() first")
 
 
 def compared(model: Any) -> PagedForward:
