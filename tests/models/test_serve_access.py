@@ -9,6 +9,7 @@ import pytest
 from test_serve import JSON, SECONDS, serving, wait_until
 
 import pagepool
+from pagepool.cluster.ray.application import app_options
 from pagepool.serve import connections, http
 from pagepool.serve.access import is_local
 
@@ -25,6 +26,16 @@ def served():
     with serving(FakeRunner(num_blocks=256), priorities=(-1, 2), shows_cached_tokens=True, **limits) as found:
         found.http.headers["authorization"] = "Bearer key of one"
         yield found
+
+
+@pytest.mark.parametrize("options", [{}, {"api_keys": KEYS}])
+def test_a_cluster_has_the_rules_of_a_server_for_hosts_origins_and_keys(options):
+    keys = {"authorization": "Bearer key of two"}
+    with serving(FakeRunner(num_blocks=256), **app_options("127.0.0.1", options)) as found:
+        assert found.http.get("/v1/models", headers=keys).status_code == 200
+        for name, code in (("host", "host_not_allowed"), ("origin", "origin_not_allowed")):
+            assert refusal(found.http.get("/v1/models", headers={**keys, name: "http://evil.example"})) == (403, code)
+        assert found.http.get("/v1/models").status_code == (401 if options else 200)
 
 
 def refusal(response):

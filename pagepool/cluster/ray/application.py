@@ -63,7 +63,8 @@ def serve(
     engine : dict or None
         Arguments of each `Engine`, such as `pool_bytes`.
     app : dict or None
-        Arguments of `create_app`, such as `timeout`.
+        Arguments of `create_app`, such as `timeout`, `api_keys` and `allowed_hosts`. By default, a request is refused
+        if its Host is not `host`, "localhost" or an IP address, or if it has an Origin, as by `pagepool serve`.
 
     Returns
     -------
@@ -110,7 +111,7 @@ def serve(
     if starts:
         ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
-    given |= {"engine": engine or {}, "app": app or {}}
+    given |= {"engine": engine or {}, "app": app_options(host, app)}
     router = config.RequestRouterConfig(request_router_class="pagepool.cluster.ray.routing.NamedReplicaRouter")
     common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **LIFE}
     worker = ray_serve.deployment(parts.WorkerReplica).options(request_router_config=router, **common)
@@ -127,6 +128,15 @@ def serve(
             ray_serve.shutdown()
             ray.shutdown()
         raise RuntimeError(f"the workers or the front end did not start: {reason}") from error
+
+
+def app_options(host: str, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of `create_app` for a cluster that listens on `host`.
+
+    >>> app_options("127.0.0.1", {"timeout": 5.0})
+    {'allowed_hosts': ['127.0.0.1'], 'allowed_origins': [], 'timeout': 5.0}
+    """
+    return {"allowed_hosts": [host], "allowed_origins": [], **(given or {})}
 
 
 def _reason(status: Any, application: str) -> str:
