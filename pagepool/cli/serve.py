@@ -184,9 +184,13 @@ def run(options: argparse.Namespace) -> int:
             ssl_keyfile=options.ssl_keyfile,
         )
         serving = Serving(options, uvicorn.Server(config), loading, keys, url)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        before = signal.getsignal(signal.SIGHUP)
+        if before is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, serving.drain)
-        return serving.run(sock)
+        try:
+            return serving.run(sock)
+        finally:
+            signal.signal(signal.SIGHUP, before)
 
 
 class Serving:

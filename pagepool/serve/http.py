@@ -78,7 +78,7 @@ class Bodies:
 
     @asynccontextmanager
     async def reading(self, http: HttpRequest) -> AsyncIterator[bytes]:
-        """Return the body. It counts until the block ends.
+        """Yield the body. It counts until the block ends.
 
         Raises `RequestError` as soon as the body is too large or too slow, at once if its Content-Length is too large.
         """
