@@ -34,6 +34,7 @@ static void step(void) {
 }
 
 #define PP_STEP() step()
+#define PP_SHARED_STEP 8192 /* bytes of 8 blocks: the limit changes in up to three steps */
 #include "../../pagepool/csrc/os/os.h"
 
 /* Threads share one mapping: ThreadSanitizer compares addresses. */
@@ -149,11 +150,13 @@ static void serve(pp_shared *view, int32_t *counts, tally *seen) {
     pp_index_insert(view, &path, blocks, counts, epoch, &failed);
     for (int64_t i = 0; i < n; i++) check(view, blocks[i], tokens + i * SIZE, seen, "a page that is held");
     if (n && below(10) == 0) pp_index_forget(view, blocks + below((uint32_t)n), 1);
+    if (below(300) == 0) pp_index_set_limit(view, BLOCKS - below(24), PP_SHARED_PATIENCE);
     if (n > found && below(4) == 0) write_again(view, &path, blocks, counts, seen);
     for (int64_t i = 0; i < n; i++) {
         counts[blocks[i]] = 0;
         pp_shared_drop(view, &blocks[i], 1);
     }
+    pp_shared_return_pending(view);
 }
 
 static pp_shared *attach(int fd) {
@@ -272,11 +275,16 @@ int main(int argc, char **argv) {
     if (tallies == MAP_FAILED || pp_kv_layout_init(&shape.layout, 1, 1, 8, SIZE, PP_F32) != PP_OK) return 9;
     if (pp_shared_create(fd, &shape, BLOCKS, 7)) return 9;
     pp_shared *view = attach(fd);
+    const int64_t allocated = pp_shared_allocated(fd);
     if (with_threads)
         run_threads(fd, view, atof(argv[2]));
     else
         kills = run_processes(fd, view, atof(argv[2]), &tallies[0]);
     tally *seen = &tallies[0];
+    expect(pp_index_set_limit(view, BLOCKS / 2, PP_SHARED_PATIENCE) == 0, "a lower limit", seen);
+    expect(pp_shared_allocated(fd) == allocated - BLOCKS / 2 * view->block_bytes, "its memory is returned", seen);
+    expect(pp_index_set_limit(view, BLOCKS, PP_SHARED_PATIENCE) == 0, "the full limit", seen);
+    expect(pp_shared_allocated(fd) == allocated, "all blocks have memory again", seen);
     expect(pp_shared_processes(view) == 1, "one process is left", seen);
     expect(pp_shared_audit(view, counts, &block) == NULL, "the audit of the words", seen);
     expect(pp_index_audit(view) == NULL, "the audit of the index", seen);
