@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagepool.attention.cpu import cpu_info
 from pagepool.cli.usage import UsageError, between, budget, file_name, pool_name, size_in_bytes
-from pagepool.config import KV_DTYPES, QUANTISED_BITS, SchedulerConfig
+from pagepool.config import KV_DTYPES, SchedulerConfig
 from pagepool.errors import PoolError
 from pagepool.integrations.transformers.pretrained import DTYPES, ModelError, load_pretrained
 from pagepool.memory.budget import MemoryBudget
@@ -50,7 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--kv-dtype",
-        choices=(*KV_DTYPES, *QUANTISED_BITS),
+        choices=(*KV_DTYPES, "int8"),  # int4 needs channel scales of the keys
         help="dtype of the pages of keys and values; default: the dtype of the weights",
     )
     add(

@@ -202,6 +202,18 @@ def test_a_dtype_that_weights_cannot_have_is_refused(capsys):
     assert "invalid choice: 'int3'" in capsys.readouterr().err
 
 
+def test_a_directory_with_a_gguf_file_alone_names_the_file(tmp_path):
+    (tmp_path / "model.Q4_0.gguf").write_bytes(b"GGUF" + bytes(60))
+    with pytest.raises(ModelError, match=r"no config.json.*give its path, .*model.Q4_0.gguf"):
+        load_pretrained(tmp_path)
+
+
+def test_pages_of_int4_are_not_offered(capsys):
+    with pytest.raises(SystemExit):
+        run(capsys, "x", "--kv-dtype", "int4")
+    assert "--kv-dtype: invalid choice: 'int4'" in capsys.readouterr().err
+
+
 def test_weights_of_float16_are_computed_in_float32():
     assert str(load_pretrained(TINY)[0].dtype) == "torch.float32"
     assert str(load_pretrained(TINY, "bfloat16")[0].dtype) == "torch.bfloat16"

@@ -250,6 +250,35 @@ def test_a_model_whose_weights_are_dropped_refuses_calls_from_elsewhere():
     assert torch.equal(model(tokens).logits, before)
 
 
+def test_a_model_whose_weights_are_dropped_is_neither_converted_nor_loaded_nor_saved(tmp_path):
+    """Only the embeddings and norms would be, without a word."""
+    model = tiny_model("Llama")
+    wanted = {name: 2 * tensor for name, tensor in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    keys = [set(vars(module)) for module in model.modules()]
+    runner = ModelRunner(model, num_blocks=8, pack_weights="only")
+    for call in (
+        lambda: model.load_state_dict(wanted),
+        lambda: model.model.layers[1].load_state_dict({}),
+        lambda: model.save_pretrained(tmp_path / "saved"),
+        lambda: model.to(torch.bfloat16),
+        model.half,
+        model.model.double,
+        model.model.layers[0].self_attn.q_proj.float,
+    ):
+        with pytest.raises(RuntimeError, match=r"packed .*close it first"):
+            call()
+    assert not (tmp_path / "saved").exists()
+    model.model.embed_tokens.float()  # it has its weights
+    step(runner)
+    runner.close()
+    assert [set(vars(module)) for module in model.modules()] == keys
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    model.load_state_dict(wanted)
+    model.double().save_pretrained(tmp_path / "saved")
+    assert model.lm_head.weight.dtype is torch.float64
+
+
 def test_a_digest_of_weights_is_that_of_the_model_before(tmp_path):
     model = tiny_model("Llama")
     before = digest_of_weights(model)

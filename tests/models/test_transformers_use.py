@@ -483,6 +483,7 @@ def test_sizes_and_objects_that_are_wrong_are_refused(llama):
     refuse(llama, "pool_bytes must be at least 16384, not 100|pool_bytes must be from 16384", pool_bytes=100)
     refuse(llama, "max_sequences must be at least 1, not 0|max_sequences must be from 1", max_sequences=0)
     refuse(llama, "dtype must be one of .*, not 'float64'", dtype="float64")
+    refuse(llama, "dtype 'int4' needs channel scales", dtype="int4")
     refuse(
         llama.to(torch.float64), "LlamaForCausalLM cannot run over pages: its weights are torch.float64, not a dtype"
     )

@@ -112,7 +112,7 @@ def opened(path: Path) -> GGUFReader:
     try:
         reader = GGUFReader(path)
     except Exception as error:  # the reader does not check sizes: numpy raises what comes first
-        raise GgufError(f"it is truncated or damaged: {type(error).__name__}: {error}") from error
+        raise GgufError(f"the GGUF file is truncated or damaged: {type(error).__name__}: {error}") from error
     parts = reader.fields.get("split.count")
     if parts is not None and int(parts.contents()) > 1:
         raise GgufError(

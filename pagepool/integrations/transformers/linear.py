@@ -210,7 +210,8 @@ class PackedLayer(FusedLayer):
     def drop(self) -> None:
         """Remove the weights from the layers until `restore`, to free their memory.
 
-        A direct call of such a layer raises RuntimeError, because torch would compute with missing weights.
+        A direct call of such a layer raises RuntimeError, because torch would compute with missing weights, and so does
+        each method that reads or changes weights, see `lock`.
         """
         for linear in self.linears:
             empty = torch.empty_like(linear.weight, device="meta")
@@ -241,8 +242,29 @@ class PackedLayer(FusedLayer):
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size // HUGE_PAGE * HUGE_PAGE), advice)
 
 
-def refuse(x: torch.Tensor) -> torch.Tensor:
-    """Forward of a layer with dropped weights. Raises RuntimeError."""
+LOCKED = ("_apply", "load_state_dict", "save_pretrained")  # `_apply` is called by `to`, `float`, `half` and others
+
+
+def lock(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Make methods of a model and its modules that read or change all weights raise, if a weight below was dropped.
+
+    They would convert, load or save the other weights only. Returns the locked modules, for `unlock`.
+    """
+    locked = [module for module in model.modules() if any(weight.is_meta for weight in module.parameters())]
+    for module in locked:
+        vars(module).update({name: refuse for name in LOCKED if hasattr(module, name)})
+    return locked
+
+
+def unlock(modules: Iterable[torch.nn.Module]) -> None:
+    """Undo `lock`."""
+    for module in modules:
+        for name in LOCKED:
+            vars(module).pop(name, None)
+
+
+def refuse(*arguments: Any, **names: Any) -> Any:
+    """Raise RuntimeError. Replaces methods of modules with dropped weights."""
     raise RuntimeError(
         "the weights of this model are packed for an engine or a runner: close it first, or make it with "
         "pack_weights=True, which keeps the model's own weights, or pack_weights=False"
@@ -301,6 +323,7 @@ class PackedLinears:
                 elif len(group) > 1:
                     groups[:0] = [[linear] for linear in group]
         self.forwards = dict(pair for layer in self._layers for pair in layer.forwards())
+        self._locked = lock(model) if drops else []
 
     @property
     def layers(self) -> Sequence[FusedLayer]:
@@ -320,6 +343,7 @@ class PackedLinears:
 
     def close(self) -> None:
         """Restore the weights of all layers. A second call does nothing."""
+        unlock(self._locked)
         with torch.inference_mode(False), torch.no_grad():
             while self._layers:
                 self._layers.pop().restore()

@@ -90,7 +90,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{folder}: it has no config.json, so it holds no model") from None
+        gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
+        hint = "" if gguf is None else f"; to load the GGUF file in it, give its path, {gguf}"
+        raise ModelError(f"{folder}: it has no config.json, so it holds no model{hint}") from None
     except (ValueError, OSError) as error:
         raise ModelError(f"{folder}: config.json cannot be read: {_first_line(error)}") from None
     if not isinstance(config, dict):

@@ -162,6 +162,8 @@ class ModelRunner:
         self.max_model_len: int | None = self.length_limit or getattr(config, "max_position_embeddings", None)
         if dtype is None:
             dtype = model.dtype
+        if dtype_name("dtype", dtype) == "int4":
+            raise ValueError("dtype 'int4' needs channel scales of the keys, and a runner has none: use 'int8'")
         self.arithmetic = chosen_arithmetic(arithmetic, model.dtype, dtype)
         block_bytes = sum(kv.block_bytes for kv in kv_layouts(layout, block_size, dtype))
         if not block_bytes:
