@@ -45,7 +45,7 @@ def quantised(random, shape, kind):
     return blocks.reshape(*shape[:-1], -1)
 
 
-def write(path, kind=Kind.Q8_0, head=None, embedding=None, family="llama", without=(), more=(), **changes):
+def write(path, kind=Kind.Q8_0, head=None, embedding=None, family="llama", without=(), more=(), pre=None, **changes):
     """Write a Llama with random weights and a small tokenizer."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(str(path), family)
@@ -64,6 +64,8 @@ def write(path, kind=Kind.Q8_0, head=None, embedding=None, family="llama", witho
     writer.add_token_list(["<s>", "</s>", *WORDS])
     writer.add_token_types([3, 3] + [1] * len(WORDS))
     writer.add_token_merges(["a b"])
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     for key, value in changes.items():
@@ -214,6 +216,21 @@ def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     assert weights_digest(path) != before
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("smollm", "a\n\n  12", ["a", "\n\n  ", "1", "2"]),
+        ("llama-bpe", "a1234 b", ["a", "123", "4", " b"]),
+        ("qwen2", "a12 b", ["a", "1", "2", " b"]),
+        ("unknown", "a12 b", ["a", "12", " b"]),
+    ],
+)
+def test_texts_are_split_as_the_file_says(tmp_path, pre, text, pieces):
+    _, tokenizer = load_pretrained(write(tmp_path / "model.gguf", pre=pre))
+    found = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in found] == pieces
 
 
 def smollm2():

@@ -51,6 +51,15 @@ def quantise(model):
     return model
 
 
+def test_quantised_weights_of_torchao_are_warned_of(caplog, monkeypatch):
+    monkeypatch.setattr(Int8Weight, "__module__", "torchao.quantization")
+    ModelRunner(quantise(tiny_model("Llama").to(torch.bfloat16)), num_blocks=8).close()
+    assert "--weights" in caplog.text
+    caplog.clear()
+    ModelRunner(tiny_model("Llama").to(torch.bfloat16), num_blocks=8).close()
+    assert "--weights" not in caplog.text
+
+
 def test_weights_with_their_own_arithmetic_run():
     model = quantise(tiny_model("Llama").to(torch.bfloat16))
     assert has_own_arithmetic(model) and not has_own_arithmetic(tiny_model("Llama").to(torch.bfloat16))

@@ -20,6 +20,7 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader, dequantize
 from gguf.quants import Q4_K
+from tokenizers import Regex, pre_tokenizers
 from transformers import modeling_gguf_pytorch_utils as theirs
 from transformers.initialization import no_init_weights
 
@@ -42,6 +43,17 @@ FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 AS_INT8 = (Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q6_K)
 KINDS = (*FLOATS, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, *AS_INT8)
 FACTORS = "rope_freqs.weight"  # divisors of the frequencies of rotary embeddings, as llama.cpp stores Llama 3.1's
+# Regular expressions of pre-tokenizers by the names that llama.cpp has for them, which transformers does not read.
+# None: digits are split one by one before the usual expression of GPT-2.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell")),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe"), WORDS % "{1,3}"),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % ""),
+}
 ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
@@ -76,6 +88,7 @@ def load_gguf(path: Path, dtype: str) -> tuple[Any, Any]:
     with reading_once(reader):
         config = transformers.AutoConfig.from_pretrained(path.parent, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **options)
+        set_pre_tokenizer(tokenizer, reader)
         with no_init_weights():
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, name))
         model.tie_weights()
@@ -85,6 +98,20 @@ def load_gguf(path: Path, dtype: str) -> tuple[Any, Any]:
     if ends:
         model.generation_config.eos_token_id = ends
     return model.eval(), tokenizer
+
+
+def set_pre_tokenizer(tokenizer: Any, reader: GGUFReader) -> None:
+    """Let the tokenizer split texts as the file says, if the file names a known pre-tokenizer."""
+    model, name = (reader.fields.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if model is None or name is None or model.contents() != "gpt2" or name.contents() not in PRE_TOKENIZERS:
+        return
+    words = PRE_TOKENIZERS[name.contents()]
+    if words is None:
+        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+        parts = [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
 
 
 _reading = Lock()

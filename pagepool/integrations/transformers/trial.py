@@ -17,6 +17,7 @@ from pagepool.integrations.transformers.fused import fused_forwards
 from pagepool.integrations.transformers.layout import ModelLayout, Unsupported, read_layout
 from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
+from pagepool.integrations.transformers.quantised import quantisation_of
 
 __all__ = ["pack_linears", "try_out"]
 
@@ -31,8 +32,8 @@ SEEDS = (0, 1)
 # Largest difference of logits in float32, relative to the largest logit. Sums in another order round differently.
 TOLERANCE = 3e-4
 HALVES = (torch.float16, torch.bfloat16)
-# The same for 16-bit weights that cannot be converted to float32. Models in tests/models differ by up to 0.06. A wrong
-# mask or position changes logits by about their own size.
+# The same for 16-bit weights that cannot be converted to float32, and for activations that are rounded to 8 bits.
+# Models in tests/models differ by up to 0.06. A wrong mask or position changes logits by about their own size.
 TOLERANCE_OF_HALVES = 0.1
 
 
@@ -68,6 +69,12 @@ def try_out(model: Any) -> PagedForward:
     reason, if it cannot run over pages.
     """
     require_causal_lm(model)
+    if has_foreign_layers(model):
+        logger.warning(
+            "%s has quantised weights of another library, which can be slower than 16-bit weights for one user: "
+            'load the original weights and quantise them with weights="int8" or "int4" (--weights)',
+            type(model).__name__,
+        )
     try:
         with torch.inference_mode():
             return compared(model)
@@ -107,15 +114,17 @@ def compared(model: Any) -> PagedForward:
         kv_layouts(layout, 16, "float32")
     except ValueError as error:
         raise Unsupported(f"pages do not hold its keys and values: {error}") from error
+    is_quantised = quantisation_of(model) is not None
     if model.dtype in HALVES and not has_own_arithmetic(model):
         try:
             with InFloat32():
-                return agreed(model, hooks, layout, TOLERANCE)
+                return agreed(model, hooks, layout, TOLERANCE_OF_HALVES if is_quantised else TOLERANCE)
         except Unsupported:
             raise
         except Exception as error:  # such as AWQ's layers, which compute in 16 bit only
             logger.info("%s is tried in %s: in float32 it raised %r", type(model).__name__, model.dtype, error)
-    return agreed(model, hooks, layout, TOLERANCE_OF_HALVES if model.dtype in HALVES else TOLERANCE)
+    is_rounded = is_quantised or model.dtype in HALVES
+    return agreed(model, hooks, layout, TOLERANCE_OF_HALVES if is_rounded else TOLERANCE)
 
 
 def agreed(model: Any, hooks: Hooks, layout: ModelLayout, tolerance: float) -> PagedForward:
@@ -143,6 +152,13 @@ def has_own_arithmetic(model: Any) -> bool:
     """Return whether weights are tensor subclasses with custom operations, such as torchao's. They stay in 16 bit."""
     tensors = [*model.parameters(), *model.buffers()]
     return any(type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for tensor in tensors)
+
+
+def has_foreign_layers(model: Any) -> bool:
+    """Return whether weights are quantised by torchao or bitsandbytes. One of their layers is up to 3 times slower."""
+    modules = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    tensors = {type(weight).__module__.partition(".")[0] for weight in model.parameters()}
+    return bool((modules | tensors) & {"bitsandbytes", "torchao"})
 
 
 def random_prompts(model: Any, seed: int) -> list[torch.Tensor]:
