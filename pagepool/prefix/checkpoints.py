@@ -342,6 +342,7 @@ class StateCheckpoints:
         *,
         cache_salt: Any = None,
         extra_keys: Iterable[Any] = (),
+        epoch: int | None = None,
     ) -> bool:
         """Copy the state in `slot`, which has passed over exactly `tokens[:position]`, if it is worth keeping.
 
@@ -357,12 +358,14 @@ class StateCheckpoints:
             A multiple of `align`.
         reason : {"branch", "end", "grid"}
             The reason of the stop, or "end" when the request has ended.
+        epoch : int or None
+            `PrefixCache.epoch` when the request began. None: do not compare it with that of the last `follow`.
 
         Returns
         -------
         bool
-            False if the state is not kept: the same state is kept already, another one is fewer than `spacing` tokens
-            before it, or only states of more value could make room.
+            False if the state is not kept: the cache has forgotten blocks since `epoch`, the same state is kept,
+            another one is fewer than `spacing` tokens before it, or only states of more value could make room.
 
         Raises
         ------
@@ -379,6 +382,8 @@ class StateCheckpoints:
         asked = self.index.asked(tokens, position, reason, cache_salt=cache_salt, extra_keys=extra_keys)
         self._lock.acquire()
         try:
+            if epoch is not None and self._followed is not None and self._followed[1] != epoch:
+                return False
             try:
                 kept = self.index.place(*asked)
                 if kept is None:
@@ -406,13 +411,13 @@ class StateCheckpoints:
         States that were computed from wrong blocks are also wrong. A `Scheduler` calls this before it looks for a
         state.
         """
-        followed, self._followed = self._followed, (cache, cache.epoch)
-        if followed is not None and followed[0] is cache and followed[1] == self._followed[1]:
-            return
-        if followed is not None:
-            self.reset()
         self._lock.acquire()
         try:
+            followed, self._followed = self._followed, (cache, cache.epoch)
+            if followed is not None and followed[0] is cache and followed[1] == self._followed[1]:
+                return
+            if followed is not None:
+                self.index.reset()
             self._stored = self._stored_of(cache)
         finally:
             self._lock.release()

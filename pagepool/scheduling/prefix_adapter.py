@@ -225,11 +225,12 @@ class PrefixAdapter:
 
     def keep_state(self, seq: Sequence, reason: str) -> None:
         """Save the recurrent state of `seq` if its position is aligned. The state must include all fed tokens."""
-        if self.checkpoints is None or seq._prefix.epoch != self.cache.epoch:
+        if self.checkpoints is None:
             return
+        self.checkpoints.follow(self.cache)
         if seq.fed and self.checkpoints.index.aligned(seq.fed) == seq.fed:
             tokens, keys = self._tokens(seq, seq.fed), {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
-            self.checkpoints.save(seq.kv.state.index, tokens, seq.fed, reason, **keys)
+            self.checkpoints.save(seq.kv.state.index, tokens, seq.fed, reason, epoch=seq._prefix.epoch, **keys)
 
     def discard(self, seq: Sequence) -> None:
         """Forget all blocks of `seq` in the cache: their keys or values may be wrong. `seq` publishes nothing more."""

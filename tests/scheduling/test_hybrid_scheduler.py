@@ -244,6 +244,26 @@ def test_a_burst_keeps_the_state_where_its_prompts_part(policy):
     assert cache.allocator.in_use == 0
 
 
+def test_no_state_of_before_a_reset_is_kept_at_any_moment(monkeypatch):
+    """Another thread resets, and another scheduler hears of it, right before the state is saved."""
+    scheduler, cache, kept = make_cached(grid=0)
+    save = kept.save
+
+    def interrupted(*arguments, **options):
+        cache.reset_prefix_cache()
+        kept.follow(cache)
+        return save(*arguments, **options)
+
+    monkeypatch.setattr(kept, "save", interrupted)
+    scheduler.add_request(range(64), max_new_tokens=1)
+    run(scheduler)
+    assert kept.index.num_states == 0 == cache.num_cached
+    monkeypatch.undo()
+    scheduler.add_request(range(80), max_new_tokens=1)
+    assert run(scheduler) == 80 and kept.index.num_states > 0
+    kept.check()
+
+
 def test_states_are_dropped_with_a_reset_or_a_new_cache():
     scheduler, cache, kept = make_cached(grid=0)
 
