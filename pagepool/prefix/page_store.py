@@ -29,7 +29,7 @@ from pagepool.prefix.page_index import (
     head_of,
 )
 from pagepool.prefix.store_files import bytes_for, close_all, open_reader, open_writer, slots_within
-from pagepool.prefix.store_folder import bytes_on_disk, claim, lock, reserve
+from pagepool.prefix.store_folder import bytes_on_disk, claim, lock, reserve, unlock
 
 if TYPE_CHECKING:
     from pagepool.memory.allocator import BlockAllocator
@@ -691,6 +691,8 @@ class PageStore:
     def _close_lock(self) -> None:
         descriptor, self._lock = self._lock, -1
         if descriptor >= 0:
+            if not self.is_inherited:
+                unlock(descriptor)
             os.close(descriptor)
 
     def __enter__(self) -> PageStore:

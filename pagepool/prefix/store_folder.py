@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["bytes_of", "bytes_on_disk", "claim", "last_use", "lock", "remove", "reserve", "stores_in"]
+__all__ = ["bytes_of", "bytes_on_disk", "claim", "last_use", "lock", "remove", "reserve", "stores_in", "unlock"]
 
 FILES = ("index", "pages", "FINGERPRINT", "lock")
 OLDER_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal")
@@ -59,6 +59,11 @@ def lock(folder: Path) -> int | None:
                 return None
             raise
         os.close(descriptor)
+
+
+def unlock(descriptor: int) -> None:
+    """Give the lock up. To close the descriptor is not enough: a child that was just forked can still have it."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def stores_in(root: Path) -> Iterator[Path]:

@@ -253,6 +253,15 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path, is_killed):
             os.waitpid(engine, 0)
 
 
+def test_a_store_that_was_closed_has_no_lock_before_its_child_runs(tmp_path):
+    store = PageStore(tmp_path, room(40), MODEL)
+    copy = os.dup(store._lock)  # as a child has it that was forked and does not run yet
+    store.close()
+    with PageStore(tmp_path, room(40), MODEL) as again:
+        assert again.is_writer
+    os.close(copy)
+
+
 def test_calls_in_a_forked_child_wait_for_no_lock(tmp_path):
     store = PageStore(tmp_path, room(40), MODEL)
     store.put(b"a", page_of(b"a"))
