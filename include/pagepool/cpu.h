@@ -8,11 +8,9 @@
 extern "C" {
 #endif
 
-/* Name of the instruction set in use: "amx", "avx512_wide_bf16", "avx512_wide", "avx512_bf16", "avx512",
- * "avx2", "neon_dotprod", "neon" or "baseline".
+/* Name of the instruction set in use: "amx", "avx512_wide", "avx512", "avx2", "neon_dotprod", "neon" or "baseline".
  *
  *   amx       multiplies tiles of bf16; only if the operating system lets the process use them
- *   bf16      for CPUs with AVX512_BF16
  *   wide      for cores with 512-bit vector units, detected by a measurement of less than 0.1 ms
  *   dotprod   has dot products of 8-bit integers
  *

@@ -35,10 +35,11 @@ static int runs_avx512(void) {
     return f && dq && bw && vl;
 }
 
+/* The kernels of AMX also use AVX512_BF16, and every CPU with it has AVX512_VNNI. */
 static int runs_avx512_bf16(void) {
     unsigned a, b, c, d;
     if (!runs_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || a < 1) return 0; /* a: the last subleaf */
-    const int vnni = c >> 11 & 1; /* every CPU with bf16 has it */
+    const int vnni = c >> 11 & 1;
     return vnni && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
@@ -138,9 +139,7 @@ static const struct {
 } CANDIDATES[] = {
 #if defined(__x86_64__)
     {&pp_kernels_amx, runs_amx, suits_amx},
-    {&pp_kernels_avx512_wide_bf16, runs_avx512_bf16, is_wide},
     {&pp_kernels_avx512_wide, runs_avx512, is_wide},
-    {&pp_kernels_avx512_bf16, runs_avx512_bf16, always},
     {&pp_kernels_avx512, runs_avx512, always},
     {&pp_kernels_avx2, runs_avx2, always},
 #elif defined(__aarch64__)
@@ -178,13 +177,11 @@ const pp_kernels *pp_kernels_get(void) {
 }
 
 const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels) {
-    if (kernels->chunk_mixed) return kernels;
 #if defined(__x86_64__)
-    if (!runs_vnni()) return &pp_kernels_avx2;
-    return kernels == &pp_kernels_avx512_wide ? &pp_kernels_avx512_wide_bf16 : &pp_kernels_avx512_bf16;
-#else
-    return &pp_kernels_baseline;
+    const int needs_vnni = kernels == &pp_kernels_avx512 || kernels == &pp_kernels_avx512_wide;
+    if (needs_vnni && !runs_vnni()) return &pp_kernels_avx2;
 #endif
+    return kernels;
 }
 
 const char *pp_isa(void) { return pp_kernels_get()->name; }

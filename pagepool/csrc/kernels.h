@@ -231,7 +231,7 @@ typedef struct pp_quantised_rows {
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
-    void (*chunk_mixed)(const pp_chunk *); /* may be NULL */
+    void (*chunk_mixed)(const pp_chunk *);
     const pp_tile_kernels *tiles;
     /* Reads K and V of one head of a chunk, in 16 bits, in the order of tiled pages.  Lists their groups: addresses in
      * the pages, or copies in `groups`, which has tiled_bytes bytes. */
@@ -263,7 +263,7 @@ typedef struct pp_kernels {
     /* Computes the blocks of 32 outputs from `begin` to before `end`.  May be NULL. */
     void (*linear)(const pp_linear *work, int64_t begin, int64_t end);
     /* linear_quantised.h.  The second one computes blocks [begin, end) of outputs for `count` rows from `row` on, and
-     * writes output 0 of the first row to `to`.  Rows of results are `stride` bytes apart.  NULL as `chunk_mixed`. */
+     * writes output 0 of the first row to `to`.  Rows of results are `stride` bytes apart. */
     void (*quantise_x)(const void *x, const pp_quantised_rows *rows, int64_t row);
     void (*linear_quantised)(const pp_quantised *weight, const pp_quantised_rows *rows, int64_t row, int64_t count,
                              int64_t begin, int64_t end, char *to, int64_t stride);
@@ -275,16 +275,14 @@ extern const pp_kernels pp_kernels_baseline;
 extern const pp_tile_kernels pp_tiles_avx2, pp_tiles_avx512, pp_tiles_avx512_wide, pp_tiles_amx;
 void pp_linear_by_amx(const pp_linear *work, int64_t begin, int64_t end);
 extern const int pp_tiles_amx_portable; /* pp_tiles_amx needs no AMX: simd_tiles.h */
-extern const pp_kernels pp_kernels_avx2;
-extern const pp_kernels pp_kernels_avx512, pp_kernels_avx512_bf16;
-extern const pp_kernels pp_kernels_avx512_wide, pp_kernels_avx512_wide_bf16, pp_kernels_amx;
+extern const pp_kernels pp_kernels_avx2, pp_kernels_avx512, pp_kernels_avx512_wide, pp_kernels_amx;
 #elif defined(__aarch64__)
 extern const pp_tile_kernels pp_tiles_neon;
 extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 
-/* Returns the kernels to use for mixed pages and quantised weights: `kernels` itself if it has them, otherwise kernels
- * that run on this CPU and have them. */
+/* Returns the kernels to use for mixed pages and quantised weights: `kernels`, or kernels of AVX2 if the CPU lacks
+ * AVX512_VNNI. */
 const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels);
 
 /* The kernels in use.  They are selected at the first call and never change afterwards. */

@@ -1,4 +1,4 @@
-/* kernels_avx512.h: the kernels for CPUs with AVX-512, AVX512_VNNI and AVX512_BF16.
+/* kernels_avx512.h: the kernels for CPUs with AVX-512.  Those of mixed pages need AVX512_VNNI (pp_kernels_mixed).
  *
  * Included once with PP_WIDE 0, for cores with 256-bit vector units (Zen 4), and once with PP_WIDE 1, for cores with
  * 512-bit units. simd_avx512.h describes the differences.  Both compute the same bits. */
@@ -27,14 +27,10 @@
 #define PP_ISA avx512
 #define PP_TILE_KERNELS pp_tiles_avx512
 #endif
-#define PP_OWN_MIXED NULL, NULL, NULL, NULL, NULL /* they use AVX512_VNNI */
 #include "kernels_of_isa.h"
 
-#define PP_ISA_BF16 PP_CAT(PP_ISA, _bf16, )
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA_BF16, ) =
-    PP_KERNELS_(PP_TEXT(PP_ISA_BF16), PP_TILE_KERNELS, NULL, PP_MIXED_KERNELS);
 #if PP_WIDE /* kernels_amx.c replaces the products of tiles; everything else is shared */
-const pp_kernels pp_kernels_amx = PP_KERNELS_("amx", pp_tiles_amx, pp_linear_by_amx, PP_MIXED_KERNELS);
+const pp_kernels pp_kernels_amx = PP_KERNELS("amx", pp_tiles_amx, pp_linear_by_amx);
 #endif
 
 #if defined(__clang__)

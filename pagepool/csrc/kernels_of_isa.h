@@ -36,21 +36,21 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_TEXT(name) PP_TEXT_(name)
 
 /* All kernels of an instruction set.  `own_tiles` holds the kernels of tiles, `own_linear` is the kernel of linear.h or
- * NULL.  The other arguments are the kernels of mixed pages and of quantised weights, or NULL. */
-#define PP_KERNELS(isa, own_tiles, own_linear, mixed, mixed_pack, mixed_prefill, mixed_shared, quantised) \
+ * NULL. */
+#define PP_KERNELS(isa, own_tiles, own_linear)                  \
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
-        .chunk_mixed = mixed,                                   \
+        .chunk_mixed = chunk_mixed,                             \
         .tiles = &own_tiles,                                    \
         .tiled_bytes = tiled_bytes,                             \
         .read_tiled = read_tiled,                               \
         .merge = merge_chunks,                                  \
         .merge_rows = merge_rows,                               \
-        .pack_queries = {pack_queries, pack_plain_queries, mixed_pack}, \
+        .pack_queries = {pack_queries, pack_plain_queries, pack_mixed_queries}, \
         .max_rows = PP_MAX_HEADS,                               \
-        .prefill = {prefill_exact, NULL, mixed_prefill},        \
-        .shared = {shared_exact, NULL, mixed_shared},           \
+        .prefill = {prefill_exact, NULL, prefill_mixed},        \
+        .shared = {shared_exact, NULL, shared_mixed},           \
         .panel_rows = PP_PANEL,                                 \
         .prefill_bytes = prefill_bytes,                         \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
@@ -63,13 +63,7 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
         .lookup_mul_row = lookup_mul_row,                       \
         .linear = own_linear,                                   \
         .quantise_x = quantise_x,                               \
-        .linear_quantised = quantised,                          \
+        .linear_quantised = linear_quantised,                   \
     }
-#define PP_KERNELS_(...) PP_KERNELS(__VA_ARGS__)
 
-#define PP_MIXED_KERNELS chunk_mixed, pack_mixed_queries, prefill_mixed, shared_mixed, linear_quantised
-#ifndef PP_OWN_MIXED /* NULL if the CPU may lack the instructions */
-#define PP_OWN_MIXED PP_MIXED_KERNELS
-#endif
-
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS_(PP_TEXT(PP_ISA), PP_TILE_KERNELS, NULL, PP_OWN_MIXED);
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS(PP_TEXT(PP_ISA), PP_TILE_KERNELS, NULL);

@@ -35,20 +35,16 @@ def runs():
 
     The available sets are sorted, best first. This process runs all tests on the one that is in use.
     """
-    available = cpu_info()["available"]
-    others = [isa for isa in available if isa != cpu_info()["isa"]]
+    others = [isa for isa in cpu_info()["available"] if isa != cpu_info()["isa"]]
     if not WHOLE:
         fast = ["not bf16x2", "not latent_model"]  # on baseline they take a minute
         return [(isa, *run) for isa in others[-2:] for run in ((KERNEL_TESTS, 1, []), (IN_PART, 20, fast))]
     found = []
     for isa in others:
-        # A set without dot products of bf16 shares all other kernels with the set that has them.
-        only_dots = f"{isa}_bf16" in available
-        names = KERNEL_TESTS + IN_PART + ONLY_WHOLE
-        for name in ["test_arithmetic_bf16.py", "test_prefill.py"] if only_dots else names:
+        for name in KERNEL_TESTS + IN_PART + ONLY_WHOLE:
             # Baseline emulates fma in software: two parts of each number take minutes there.
             too_slow = isa == "baseline" and name == "test_prefill.py"
-            found.append((isa, [name], 1, ["bf16"] * only_dots + ["not bf16x2"] * too_slow))
+            found.append((isa, [name], 1, ["not bf16x2"] * too_slow))
     return found
 
 
