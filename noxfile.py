@@ -200,8 +200,7 @@ def san_c(session):
         on, step = {**halt, "PAGEPOOL_ISA": isa}, 1 if whole else 64 if isa == "baseline" else 4
         for name, *arguments in (["program"], ["variants", step], ["quantised", 2 * step], ["cascade"], ["prefill"]):
             session.run(str(asan / name), *map(str, arguments), env=on)
-        for mode in ("none", "once", "twice"):
-            session.run(str(asan / "plans"), "20", env={**on, "PAGEPOOL_PREFETCH": mode})
+        session.run(str(asan / "plans"), "20", env=on)
     session.run(str(asan / "stress"), "3", env=halt)
     session.run(str(asan / "race"), "processes", "5", "1", env=halt)
     session.run(str(asan / "workspace"), env={**halt, "ASAN_OPTIONS": "allocator_may_return_null=1"})

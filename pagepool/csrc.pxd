@@ -173,8 +173,6 @@ cdef extern from "pagepool/cpu.h" nogil:
     int pp_isa_forced_unavailable() noexcept
     int pp_tiles_refused() noexcept
     const char *pp_isa_available(int i) noexcept
-    const char *pp_prefetch() noexcept
-    int pp_prefetch_forced_unknown() noexcept
 
 
 cdef extern from "pagepool/threads.h" nogil:

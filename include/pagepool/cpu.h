@@ -25,12 +25,6 @@ PP_API int pp_isa_forced_unavailable(void);
  * stack of a thread is too small for the state of tiles.  Another instruction set is used then. */
 PP_API int pp_tiles_refused(void);
 
-/* How often the kernels prefetch each cache line of K and V: "none", "once" or "twice".  The default is "twice"; the
- * first call reads the environment variable PAGEPOOL_PREFETCH.  An unknown name is ignored, and
- * pp_prefetch_forced_unknown() returns 1.  The setting changes no bit of a result. */
-PP_API const char *pp_prefetch(void);
-PP_API int pp_prefetch_forced_unknown(void);
-
 /* Name of the i-th instruction set, best first, among those that the build contains and the machine can run; NULL after
  * the last one. */
 PP_API const char *pp_isa_available(int i);

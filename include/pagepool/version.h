@@ -4,7 +4,7 @@
 
 /* Increases whenever a public struct or function signature changes.  A program must link a library with the ABI version
  * that it was compiled against: compare PP_ABI_VERSION with pp_abi_version(). */
-#define PP_ABI_VERSION 4
+#define PP_ABI_VERSION 5
 
 #if defined(__GNUC__)
 #define PP_API __attribute__((visibility("default")))

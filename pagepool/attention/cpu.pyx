@@ -2,8 +2,8 @@
 
 from pagepool.csrc cimport PP_MAX_THREADS
 from pagepool.memory.kernels cimport (
-    c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable, c_num_threads_forced_unusable, c_prefetch,
-    c_prefetch_forced_unknown, c_tiles_refused, c_use_fork_join,
+    c_default_num_threads, c_isa, c_isa_available, c_isa_forced_unavailable, c_num_threads_forced_unusable,
+    c_tiles_refused, c_use_fork_join,
 )
 
 import os
@@ -43,15 +43,13 @@ def cpu_info():
     dict
         `isa` is the instruction set in use. `tiles` is "amx" or "vectors": the unit that computes the products of the
         arithmetics "bf16x2" and "bf16". `available` lists the instruction sets of this build that this machine can run,
-        best first. `num_threads` is the default of `decode`. `prefetch` is the prefetch mode of `decode`. `machine` is
-        the architecture.
+        best first. `num_threads` is the default of `decode`. `machine` is the architecture.
 
     Notes
     -----
-    Three environment variables change these values. PAGEPOOL_ISA selects one of `available`. PAGEPOOL_PREFETCH is
-    "none", "once" or "twice" (the default). Both are read once. No result changes, except with the instruction set
-    "baseline". PAGEPOOL_NUM_THREADS, from 1 to 256, is read at each call. An invalid value gives a `RuntimeWarning`
-    that names the value in use.
+    Two environment variables change these values. PAGEPOOL_ISA selects one of `available` and is read once. No result
+    changes, except with the instruction set "baseline". PAGEPOOL_NUM_THREADS, from 1 to 256, is read at each call. An
+    invalid value gives a `RuntimeWarning` that names the value in use.
 
     Examples
     --------
@@ -67,7 +65,6 @@ def cpu_info():
         "tiles": "amx" if <bytes>c_isa() == b"amx" else "vectors",
         "available": available,
         "num_threads": c_num_threads(),
-        "prefetch": c_prefetch().decode(),
         "machine": platform.machine(),
     }
 
@@ -83,13 +80,6 @@ if c_tiles_refused():
     warnings.warn(
         "the system does not let this process use AMX: the alternate signal stack of a thread is too small for "
         f"the state of tiles (8 KiB and more); {c_isa().decode()} is used",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-if c_prefetch_forced_unknown():
-    warnings.warn(
-        f"PAGEPOOL_PREFETCH={os.environ.get('PAGEPOOL_PREFETCH')} is not one of none, once, twice: "
-        f"{c_prefetch().decode()} is used",
         RuntimeWarning,
         stacklevel=2,
     )

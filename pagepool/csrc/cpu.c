@@ -100,35 +100,6 @@ double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void)) {
 static int is_wide(void) { return pp_time_over_half(cycles_of_zmm, cycles_of_ymm) < 1.5; }
 #endif
 
-static const char *const PREFETCH_MODES[] = {
-    [PP_PREFETCH_NONE] = "none", [PP_PREFETCH_ONCE] = "once", [PP_PREFETCH_TWICE] = "twice"};
-enum { UNKNOWN_MODE = PP_PREFETCH_TWICE + 1 };
-
-/* The prefetch mode in PAGEPOOL_PREFETCH: TWICE if it is not set, UNKNOWN_MODE if it is not valid. */
-static int asked_mode(void) {
-    const char *name = getenv("PAGEPOOL_PREFETCH");
-    int mode = PP_PREFETCH_NONE;
-    if (!name || !*name) return PP_PREFETCH_TWICE;
-    while (mode < UNKNOWN_MODE && strcmp(name, PREFETCH_MODES[mode])) mode++;
-    return mode;
-}
-
-int pp_prefetch_mode(void) {
-    static _Atomic int chosen; /* the mode plus 1; 0: not chosen yet */
-    int known = atomic_load_explicit(&chosen, memory_order_relaxed), none = 0;
-    if (!known) {
-        const int asked = asked_mode();
-        known = 1 + (asked == UNKNOWN_MODE ? PP_PREFETCH_TWICE : asked);
-        /* Threads that race here agree on the first one stored. */
-        if (!atomic_compare_exchange_strong(&chosen, &none, known)) known = none;
-    }
-    return known - 1;
-}
-
-const char *pp_prefetch(void) { return PREFETCH_MODES[pp_prefetch_mode()]; }
-
-int pp_prefetch_forced_unknown(void) { return asked_mode() == UNKNOWN_MODE; }
-
 static int always(void) { return 1; }
 
 /* Best first.  A test can force any entry that this CPU can run, even if another one is faster. */

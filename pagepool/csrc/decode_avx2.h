@@ -28,14 +28,13 @@ PP_INLINE pp_v odd_row(const int DT, const unsigned char *at, int width) {
 
 PP_INLINE int k_pair_bytes(const int DT) { return 2 * PP_GROUP * item_bytes(DT); }
 
-/* The prefetch mode of a part of a head's rows.  If lines are prefetched twice, the second of several parts prefetches,
- * because it reads data that the first part has loaded: on Intel, S2 and S5 took 1.05 times as long if both parts
- * prefetched once.  In f32, memory is hardly faster than the computation.  There the four stages of the first two parts
- * prefetch a quarter each (Zen 4: S2 in 0.91 to 0.92 of the time), if K and V have the same number of lines, in whole
- * runs. */
+/* The prefetch mode of a part of a head's rows.  The second of several parts prefetches, because it reads data that the
+ * first part has loaded: on Intel, S2 and S5 took 1.05 times as long if both parts prefetched once.  In f32, memory is
+ * hardly faster than the computation.  There the four stages of the first two parts prefetch a quarter each (Zen 4: S2
+ * in 0.91 to 0.92 of the time), if K and V have the same number of lines, in whole runs. */
 enum { QUARTERS = PP_PREFETCH_TWICE + 1, LATE_QUARTERS };
 PP_INLINE int part_mode(const int DT, int mode, int place, int parts, const pp_tile *tile) {
-    if (DT == PP_MIXED || mode != PP_PREFETCH_TWICE || parts == 1) return place == 0 ? mode : PP_PREFETCH_NONE;
+    if (DT == PP_MIXED || !mode || parts == 1) return place == 0 ? mode : PP_PREFETCH_NONE;
     if (item_bytes(DT) == 2 || tile->head_dim != tile->v_head_dim || tile->head_dim % PP_V_RUN || !tile->next_v[0])
         return place == 1 ? PP_PREFETCH_TWICE : PP_PREFETCH_NONE;
     return place == 0 ? QUARTERS : place == 1 ? LATE_QUARTERS : PP_PREFETCH_NONE;
@@ -116,9 +115,6 @@ PP_INLINE void scores(const int DT, const int HEADS, const int NV, const int EVE
             prefetch_quarter(next, again, PIECE);
             next += PIECE, again += PIECE;
         }
-        if (MODE == PP_PREFETCH_ONCE)
-            PP_UNROLL for (int i = 0; i < GROUPS; i++)
-                prefetch_lines(1, BEGIN, END, 8, BYTES, row, at_distance(row, visit[i]), NULL);
         if (MODE == PP_PREFETCH_TWICE)
             PP_UNROLL for (int i = BEGIN * TWICE / 8; i < END * TWICE / 8; i++) {
                 const int far = IS_16_BIT ? i >= TWICE / 2 : i % 2, line = IS_16_BIT ? i % (TWICE / 2) : i / 2;
@@ -238,20 +234,17 @@ PP_INLINE int most_values(int heads) { return heads == 1 ? 8 : heads <= 3 ? 4 : 
                                                          PP_ENTRY(of, 5, NULL, values), \
                                                          PP_ENTRY(of, 6, NULL, values)};
 PP_STAGES(f32, PP_F32, PP_PREFETCH_NONE)
-PP_STAGES(f32_once, PP_F32, PP_PREFETCH_ONCE)
 PP_STAGES(f32_twice, PP_F32, PP_PREFETCH_TWICE)
 PP_STAGES(f32_in_quarters, PP_F32, QUARTERS)
 PP_STAGES(f16, PP_F16, PP_PREFETCH_NONE)
-PP_STAGES(f16_once, PP_F16, PP_PREFETCH_ONCE)
 PP_STAGES(f16_twice, PP_F16, PP_PREFETCH_TWICE)
 PP_STAGES(bf16, PP_BF16, PP_PREFETCH_NONE)
-PP_STAGES(bf16_once, PP_BF16, PP_PREFETCH_ONCE)
 PP_STAGES(bf16_twice, PP_BF16, PP_PREFETCH_TWICE)
 
 static const stages *const all_stages[][QUARTERS + 1] = {
-    [PP_F32] = {stages_f32, stages_f32_once, stages_f32_twice, stages_f32_in_quarters},
-    [PP_F16] = {stages_f16, stages_f16_once, stages_f16_twice},
-    [PP_BF16] = {stages_bf16, stages_bf16_once, stages_bf16_twice},
+    [PP_F32] = {stages_f32, stages_f32_twice, stages_f32_in_quarters},
+    [PP_F16] = {stages_f16, stages_f16_twice},
+    [PP_BF16] = {stages_bf16, stages_bf16_twice},
 };
 
 /* Scores of the vectors [first, end) of the tile, in one of its groups or in both. */

@@ -25,7 +25,7 @@ PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32
         if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)row * work->num_blocks;
         for (int32_t i = row; work->seen && i < row + to - from; i++) work->seen[i] = 1.0f;
         float *rows = work->rows + row * work->row_stride, *m = work->m + row;
-        if (mode == PP_PREFETCH_TWICE)
+        if (mode)
             PP_BY_DTYPE(DT, two_tiles)(to - from, tile, q, rows, m);
         else
             PP_BY_DTYPE(DT, two_tiles_unprefetched)(to - from, tile, q, rows, m);
@@ -71,9 +71,9 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
         memset(work->block_sums + first * work->num_blocks, 0,
                (size_t)((last - first) * work->num_blocks) * sizeof(float));
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
-    const int mode = layout->tiled ? work->prefetch : PP_PREFETCH_NONE;
+    const int mode = layout->tiled ? PP_PREFETCH_TWICE : PP_PREFETCH_NONE;
     const int opens = mode && !PP_WIDE;
-    const int in_steps = PP_STEPS && DT != PP_MIXED && mode == PP_PREFETCH_TWICE;
+    const int in_steps = PP_STEPS && DT != PP_MIXED && mode;
     const int steps = in_steps && !scratch && layout->v_head_dim % PP_V_RUN == 0;
     const int64_t first_tile = work->first / PP_TILE * PP_TILE, head_bytes = layout->head_bytes;
     const int64_t first_head = head_begin * head_bytes;

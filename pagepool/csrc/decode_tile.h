@@ -4,7 +4,7 @@
  * unrolled, and sums stay in registers.
  *
  * Two tiles are computed together (TILES is 2) if all rows see all tokens of both, the number of dims of V is a
- * multiple of PP_V_RUN, and lines are prefetched twice.  The order of additions, and so every bit, is the same as for
+ * multiple of PP_V_RUN, and the pages are tiled.  The order of additions, and so every bit, is the same as for
  * two single tiles.  Softmax mostly adds and uses other execution units than the products, so the weights of one tile
  * are computed between the products of the other tile.  Sums of values are loaded and stored half as often.  This takes
  * 7 to 17 % less time than single tiles.

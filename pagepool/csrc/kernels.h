@@ -11,10 +11,8 @@
 #include "page.h"
 #include "view.h"
 
-/* How often K and V are prefetched before they are read: prefetch.h.  The default is TWICE; PAGEPOOL_PREFETCH overrides
- * it. */
-enum { PP_PREFETCH_NONE, PP_PREFETCH_ONCE, PP_PREFETCH_TWICE };
-int pp_prefetch_mode(void);
+/* How often a function prefetches K and V before they are read: prefetch.h. */
+enum { PP_PREFETCH_NONE, PP_PREFETCH_TWICE };
 
 #if defined(__x86_64__)
 /* Returns the time of `whole` divided by the time of `half`.  The functions run alternately, and the minimum of each is
@@ -55,7 +53,6 @@ typedef struct pp_chunk {
     int64_t num_blocks;         /* sums of a row */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
     unsigned char *scratch;     /* for two groups of one head, if the kernels cannot read the pages directly; or NULL */
-    int prefetch;               /* one of PP_PREFETCH_... */
     const unsigned char *next[4]; /* read after this chunk (K of 4 groups), prefetched; or NULLs */
 } pp_chunk;
 

@@ -2,11 +2,8 @@
  *
  * Hardware prefetchers stop at the end of a 4 KB page and do not know the block table.  The kernels therefore look up
  * the address of the next head or tile and prefetch it.  A visit is the reading of K and V of one head in a group.
- * Each line is prefetched:
- *
- *   PP_PREFETCH_ONCE    a visit before it is read, into L2
- *   PP_PREFETCH_TWICE   a visit before, into L2, and once more half a visit before: Zen 4 presumably drops a prefetch
- *                       while its queue is full, and L1 has too few buffers for the latency of memory
+ * Each line is prefetched a visit before it is read, into L2, and once more half a visit before: Zen 4 presumably drops
+ * a prefetch while its queue is full, and L1 has too few buffers for the latency of memory.
  *
  * The second prefetch goes into L1 on wide units and into L2 on narrow units.  On narrow units, FAST code (f32, dot
  * products) also prefetches 2 KB and 512 bytes ahead: on Zen 4, S1 in f32 took 0.89 of the time of three prefetches,
@@ -32,8 +29,7 @@ PP_INLINE void prefetch_lines(const int TIMES, const int BEGIN, const int END, c
  * parts [BEGIN, END) of OF. */
 PP_INLINE void prefetch(const int mode, const int FAST, const int BEGIN, const int END, const int OF, int bytes,
                         const unsigned char *row, const unsigned char *visit, const unsigned char *half) {
-    if (mode == PP_PREFETCH_ONCE) prefetch_lines(1, BEGIN, END, OF, bytes, row, visit, half);
-    if (mode == PP_PREFETCH_TWICE) prefetch_lines(FAST && !PP_WIDE ? 4 : 2, BEGIN, END, OF, bytes, row, visit, half);
+    if (mode) prefetch_lines(FAST && !PP_WIDE ? 4 : 2, BEGIN, END, OF, bytes, row, visit, half);
 }
 
 /* Interleaved prefetches of the four groups of two tiles: one line of each group in turn.

@@ -54,8 +54,7 @@ void pp_fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int32_t
                        .seen = num_queries > 1 || view.mask ? after_m : NULL,
                        .block_sums = plan->blocks_per_chunk ? after_m + (may_differ(args) ? num_rows : 0) : NULL,
                        .num_blocks = plan->blocks_per_chunk,
-                       .row_stride = plan->row_stride,
-                       .prefetch = pp_prefetch_mode()};
+                       .row_stride = plan->row_stride};
 }
 
 static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {

@@ -44,5 +44,3 @@ cdef const char *c_isa() noexcept nogil
 cdef const char *c_isa_available(int i) noexcept nogil
 cdef int c_isa_forced_unavailable() noexcept nogil
 cdef int c_tiles_refused() noexcept nogil
-cdef const char *c_prefetch() noexcept nogil
-cdef int c_prefetch_forced_unknown() noexcept nogil

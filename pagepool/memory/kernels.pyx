@@ -10,8 +10,7 @@ from libc.stdint cimport int32_t, int64_t, uint16_t
 from pagepool.csrc cimport (
     pp_decode, pp_decode_args, pp_default_num_threads, pp_dtype, pp_fork_join, pp_isa, pp_isa_available,
     pp_isa_forced_unavailable, pp_kv_append_rows, pp_kv_gather, pp_kv_pool, pp_kv_rows, pp_merge_args, pp_merge_states,
-    pp_num_threads_forced_unusable, pp_prefetch, pp_prefetch_forced_unknown, pp_status, pp_tiles_refused,
-    pp_use_fork_join, pp_widen,
+    pp_num_threads_forced_unusable, pp_status, pp_tiles_refused, pp_use_fork_join, pp_widen,
 )
 
 __all__ = []
@@ -142,11 +141,3 @@ cdef int c_isa_forced_unavailable() noexcept nogil:
 
 cdef int c_tiles_refused() noexcept nogil:
     return pp_tiles_refused()
-
-
-cdef const char *c_prefetch() noexcept nogil:
-    return pp_prefetch()
-
-
-cdef int c_prefetch_forced_unknown() noexcept nogil:
-    return pp_prefetch_forced_unknown()

@@ -54,14 +54,3 @@ def test_a_value_set_later_warns_where_it_is_read():
 def test_an_instruction_set_that_this_machine_has_not_is_warned_of():
     (line,) = warnings_of(FROM_THE_START, PAGEPOOL_ISA="avx1024")
     assert "RuntimeWarning: PAGEPOOL_ISA=avx1024 is not one of" in line and line.endswith(" is used")
-
-
-def test_a_way_to_prefetch_that_there_is_not_is_warned_of():
-    (line,) = warnings_of(FROM_THE_START, PAGEPOOL_PREFETCH="thrice")
-    assert line.endswith("RuntimeWarning: PAGEPOOL_PREFETCH=thrice is not one of none, once, twice: twice is used")
-
-
-@pytest.mark.parametrize("value", ["none", "once", "twice"])
-def test_a_way_to_prefetch_that_is_asked_for_is_in_use(value):
-    program = f"import pagepool; assert pagepool.cpu_info()['prefetch'] == {value!r}"
-    assert warnings_of(program, PAGEPOOL_PREFETCH=value) == []
