@@ -135,7 +135,6 @@ cdef extern from "pagepool/attention.h" nogil:
         int32_t num_threads
         void *out
         float *lse
-        float *block_scores
         int32_t arithmetic
         int32_t q_dtype
         int32_t out_dtype

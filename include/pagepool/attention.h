@@ -130,10 +130,8 @@ typedef struct pp_decode_args {
                                      workspace may have scratch for num_threads concurrent ranges only: a further
                                      range waits until one of them ends */
     void *out;                    /* (num_queries, num_qo_heads, v_head_dim), C-contiguous */
-    float *lse;                   /* NULL, or (num_queries, num_qo_heads): log of the sum of exp(scores), with sinks */
-    float *block_scores;          /* NULL, or (num_queries, num_qo_heads, block_tables_width): sum of the weights per
-                                     block, 0 for blocks that the query token does not attend to.  out, lse and
-                                     block_scores must not overlap each other or any input */
+    float *lse;                   /* NULL, or (num_queries, num_qo_heads): log of the sum of exp(scores), with sinks.
+                                     out and lse must not overlap each other or any input */
     int32_t arithmetic;           /* pp_arithmetic */
     int32_t q_dtype, out_dtype;   /* pp_dtype of q, widened exactly, and of out, rounded to nearest even */
     int32_t no_cascade;           /* 1: shared chunks are read once per sequence; no bit differs */
@@ -144,7 +142,7 @@ typedef struct pp_decode_plan {
     int64_t num_units;
     /* private */
     int32_t slices, block_queries, num_slots, num_shared;
-    int64_t row_stride, row_elements, blocks_per_chunk, slot_bytes;
+    int64_t row_stride, row_elements, slot_bytes;
     float *q, *partial;
     unsigned char *slots;
     int64_t *unit_begin, *ids_begin, *packed_begin, *record_begin;
@@ -155,7 +153,7 @@ typedef struct pp_decode_plan {
 
 /* Stores in `bytes` the workspace size of a plan for `args`: positive and a multiple of 64.  The size depends on the
  * layout, sizes, dtypes, arithmetic, seq_lens, query_start_loc, first block ids, window, num_threads, the instruction
- * set, and on the presence of a mask, slopes and block_scores.  The only other array it reads is mask_widths.  Returns
+ * set, and on the presence of a mask and slopes.  The only other array it reads is mask_widths.  Returns
  * PP_INVALID_ARGUMENT like pp_decode_plan_init, for errors visible in these inputs. */
 PP_API pp_status pp_decode_workspace(const pp_decode_args *args, size_t *bytes);
 

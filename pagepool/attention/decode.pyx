@@ -465,7 +465,7 @@ cdef int read_threads(object num_threads) except -1:
 
 def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, query_start_loc=None, custom_mask=None,
            sm_scale=None, window_left=-1, logits_soft_cap=0.0, alibi_slopes=None, sinks=None, out=None,
-           return_lse=False, return_block_scores=False, arithmetic="exact", cascade=True, num_threads=None):
+           return_lse=False, arithmetic="exact", cascade=True, num_threads=None):
     """Compute attention of the last query tokens of each sequence, by default one, over the K and V in its pages.
 
     Arrays are read and written in place, by the buffer protocol or DLPack, for example arrays of NumPy and tensors of
@@ -511,8 +511,6 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
         Default: a new array of float32.
     return_lse : bool
         Also return the natural log of the sum of exp(score) of each row, sinks included.
-    return_block_scores : bool
-        Also return the sum of a row's weights over the tokens of each block, for attention-based eviction.
     arithmetic : {"exact", "bf16x2", "bf16", "auto"}
         "exact": float32 products and sums of the stored values. The next two are for bfloat16 and float16 pages. They
         compute products like AMX; a CPU without AMX computes the same bits with vectors. "bf16x2": a weight is the sum
@@ -532,8 +530,6 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
         tokens than seq_len.
     lse : ndarray of float32, shape (n_tokens, num_qo_heads)
         If return_lse is set. -inf for a query token that sees no token.
-    scores : ndarray of float32, shape (n_tokens, num_qo_heads, width)
-        If return_block_scores is set. 0 for blocks that the query token does not see.
 
     Raises
     ------
@@ -583,14 +579,11 @@ def decode(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, *, 
     array([1., 1., 1.], dtype=float32)
     >>> tables, lens = np.asarray(seq.block_table)[None], np.array([seq.len], np.int32)
     >>> starts = np.array([0, 2], np.int32)  # the last two tokens at once
-    >>> out, scores = decode(np.ones((2, 4, 64), np.float32), pool, 0, tables, lens, query_start_loc=starts,
-    ...                      return_block_scores=True)
-    >>> out.shape, scores[:, 0, 0].tolist()
-    ((2, 4, 64), [1.0, 1.0])
+    >>> decode(np.ones((2, 4, 64), np.float32), pool, 0, tables, lens, query_start_loc=starts).shape
+    (2, 4, 64)
     """
     return attend(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask, sm_scale, window_left,
-                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, return_block_scores, arithmetic, cascade,
-                  num_threads)
+                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, arithmetic, cascade, num_threads)
 
 
 def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, query_start_loc=None, *,
@@ -652,18 +645,17 @@ def prefill(q, KvCachePool pool not None, layer, block_tables, seq_lens=None, qu
     if query_start_loc is None and type(block_tables) is not BlockTables:
         raise TypeError("query_start_loc must be an array: it says where each sequence's tokens begin in q")
     return attend(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask, sm_scale, window_left,
-                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, False, arithmetic, cascade, num_threads)
+                  logits_soft_cap, alibi_slopes, sinks, out, return_lse, arithmetic, cascade, num_threads)
 
 
 cdef object attend(object q, KvCachePool pool, object layer, object block_tables, object seq_lens,
                    object query_start_loc, object custom_mask, object sm_scale, object window_left,
                    object logits_soft_cap, object alibi_slopes, object sinks, object out, bint return_lse,
-                   bint return_block_scores, object arithmetic, bint cascade, object num_threads):
+                   object arithmetic, bint cascade, object num_threads):
     cdef Arguments call = Arguments()
     cdef int threads = read_threads(num_threads)
     cdef pp_status status
     cdef float[:, ::1] lse_rows
-    cdef float[:, :, ::1] score_rows
     call.read(q, pool, layer, block_tables, seq_lens, query_start_loc, custom_mask)
     call.read_variant(window_left, logits_soft_cap, alibi_slopes, sinks)
     call.read_scale(sm_scale)
@@ -672,15 +664,10 @@ cdef object attend(object q, KvCachePool pool, object layer, object block_tables
     if out is None:
         out = empty((call.q.shape[0], call.q.shape[1], pool.c_pool.layout.v_head_dim), FLOAT32)
     call.read_out(out)
-    lse = scores = None
     if return_lse:
         lse = empty((call.q.shape[0], call.q.shape[1]), FLOAT32)
         lse_rows = lse
         call.args.lse = &lse_rows[0, 0] if lse.size else NULL
-    if return_block_scores:
-        scores = empty((call.q.shape[0], call.q.shape[1], call.args.block_tables_width), FLOAT32)
-        score_rows = scores
-        call.args.block_scores = &score_rows[0, 0, 0] if scores.size else NULL
     call.check_live()
     pool.pin()
     try:
@@ -690,6 +677,4 @@ cdef object attend(object q, KvCachePool pool, object layer, object block_tables
         pool.unpin()
     if status != PP_OK:
         raise call.failure(status)
-    if not (return_lse or return_block_scores):
-        return out
-    return tuple([array for array in (out, lse, scores) if array is not None])
+    return (out, lse) if return_lse else out

@@ -93,11 +93,10 @@ pp_status pp_check_apart(const pp_decode_args *args, int64_t num_queries, const 
     const int64_t out_item = pp_dtype_bytes((pp_dtype)args->out_dtype);
     const int64_t of_layer = (int64_t)pool->layout.num_kv_heads * pool->layout.head_dim;
     const int64_t scales = times(pool->layout.num_layers, of_layer, &beyond);
-    enum { WRITTEN = 4, ALL = 15 };
+    enum { WRITTEN = 3, ALL = 14 };
     const span spans[ALL] = {
         span_of(args->out, times(rows, pool->layout.v_head_dim * out_item, &beyond)),
         span_of(args->lse, row_bytes),
-        span_of(args->block_scores, args->block_scores ? times(row_bytes, width, &beyond) : 0),
         span_of(workspace, (int64_t)bytes),
         span_of_pieces(args->q, pp_dtype_bytes((pp_dtype)args->q_dtype), pool->layout.head_dim, num_queries,
                        args->q_stride_seq, heads, args->q_stride_head, &beyond),

@@ -347,7 +347,6 @@ PP_INLINE void one_tile(const int DT, int heads, const pp_tile *tile, const floa
     int raised;
     make_weights_of(heads, s, m, rows, tile->row_stride, rescale, &raised);
     const float *scales = raised ? rescale : NULL;
-    if (tile->block_sums) add_to_blocks(tile, heads, s, scales);
     if (!tile->next_v[0]) of = &all_stages[DT][PP_PREFETCH_NONE][heads];
     uint32_t seen = tile->seen; /* run by run: V of a masked token may be NaN */
     do {

@@ -22,7 +22,6 @@ PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32
 #if PP_STEPS
     if (DT != PP_MIXED && tile->step) {
         tile->row = from;
-        if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)row * work->num_blocks;
         for (int32_t i = row; work->seen && i < row + to - from; i++) work->seen[i] = 1.0f;
         float *rows = work->rows + row * work->row_stride, *m = work->m + row;
         if (mode)
@@ -37,7 +36,6 @@ PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32
         end = rows_alike(work, tile, r, to, at);
         if (!tile->seen) continue;
         tile->row = r;
-        if (work->block_sums) tile->block_sums = work->block_sums + (int64_t)at * work->num_blocks;
         PP_BY_PAGES(DT, one_tile)(end - r, tile, q + PP_PAIR_FLOATS * (r - from), q_step,
                                   work->rows + at * work->row_stride, work->m + at, mode);
         mode = PP_PREFETCH_NONE;
@@ -57,19 +55,13 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
                     .scale = pp_in_base_2(work->sm_scale),
                     .cap = pp_in_base_2(work->logits_soft_cap),
                     .group_size = work->group_size,
-                    .row_stride = work->row_stride,
-                    .first_block = work->begin / layout->block_size,
-                    .block_size = layout->block_size,
-                    .num_blocks = (int)work->num_blocks};
+                    .row_stride = work->row_stride};
     if (tile.cap != 0.0f) tile.inverse_cap = 1.0f / tile.cap;
     const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
     const int32_t head_begin = work->part_begin / parts;
     for (int32_t h = first; h < last; h++) work->m[h] = -FLT_MAX; /* not -inf: -inf - (-inf) is NaN */
     memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
     if (work->seen) memset(work->seen + first, 0, (size_t)(last - first) * sizeof(float));
-    if (work->block_sums)
-        memset(work->block_sums + first * work->num_blocks, 0,
-               (size_t)((last - first) * work->num_blocks) * sizeof(float));
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
     const int mode = layout->tiled ? PP_PREFETCH_TWICE : PP_PREFETCH_NONE;
     const int opens = mode && !PP_WIDE;

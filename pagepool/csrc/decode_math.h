@@ -190,29 +190,6 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
     if (sink && !merged->empty) merge_sink(merged, scaled, *sink, width);
 }
 
-/* Computes the weight of each block of the row from the sums of its chunks.  Blocks that the row may not see get 0. */
-static void merge_block_scores(const pp_merge *work, int64_t r, int64_t query, const merged_row *merged,
-                               float *scores) {
-    const pp_chunk *chunk = work->chunk;
-    const int64_t block_size = chunk->pool->layout.block_size;
-    memset(scores, 0, (size_t)work->width * sizeof(float));
-    if (merged->empty) return;
-    const int64_t begin = pp_first_seen(&chunk->view, query) / block_size;
-    const int64_t end = (pp_end_seen(&chunk->view, query) + block_size - 1) / block_size;
-    for (int64_t c = 0; c < work->num_chunks; c++) {
-        const int64_t first = (chunk->begin + c * PP_CHUNK) / block_size;
-        const float *sums = chunk->block_sums + r * chunk->num_blocks + c * work->record_stride;
-        if (chunk->seen && chunk->seen[r + c * work->record_stride] == 0.0f) continue;
-        const float scale = exp2_one(chunk->m[r + c * work->record_stride] - merged->m); /* NaN counts as 0 */
-        for (int64_t b = begin > first ? begin - first : 0; b < chunk->num_blocks && first + b < end; b++) {
-            const float weight = sums[b] * scale;
-            scores[first + b] += weight;
-        }
-    }
-    const float total = v_first(merged->total);
-    for (int64_t b = begin; b < end; b++) scores[b] /= total;
-}
-
 static void merge_chunks(const pp_merge *work) {
     const pp_chunk *chunk = work->chunk;
     const int32_t group_size = chunk->group_size, head_rows = group_size * chunk->view.num_queries;
@@ -225,7 +202,6 @@ static void merge_chunks(const pp_merge *work) {
         merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged, scaled);
         write_result(&merged, work->out, work->out_dtype, at * work->v_head_dim, work->v_head_dim);
         if (work->lse) work->lse[at] = merged.empty ? -INFINITY : pp_lse(merged.m, v_first(merged.total));
-        if (work->block_scores) merge_block_scores(work, r, query, &merged, work->block_scores + at * work->width);
     }
 }
 

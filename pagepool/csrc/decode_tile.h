@@ -308,7 +308,6 @@ PP_INLINE void one_tile(const int DT, const int HEADS, const pp_tile *tile, cons
     if (tile->seen != ALL_SEEN) mask_scores(tile, HEADS, s);
     const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++) weigh_next(&to_do);
-    if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
     tile_values(DT, HEADS, tile, s, scales, rows, mode);
 }
 
@@ -330,8 +329,6 @@ PP_INLINE void two_tiles(const int DT, const int HEADS, const int MODE, const pp
     const int columns = value_vectors(HEADS) * PP_LANES;
     float *second = s + HEADS * PP_TILE;
     weighing to_do = {.end = HEADS, .s = s, .m = m, .rows = rows, .row_stride = tile->row_stride};
-    pp_tile one = {.seen = 0};
-    if (tile->block_sums) one = *tile;
     for (int vector = 0; vector < VECTORS / 2; vector += NV)
         scores(DT, HEADS, NV, 2, 0, MODE, tile, vector, q, Q_STEP, s, NULL);
     transform_scores(tile, 0, HEADS, s);
@@ -345,15 +342,12 @@ PP_INLINE void two_tiles(const int DT, const int HEADS, const int MODE, const pp
         scores(DT, HEADS, NV, 2, HEADS / 2, MODE, tile, VECTORS / 2, q, Q_STEP, s, &to_do);
         scores(DT, HEADS, NV, 2, HEADS - HEADS / 2, MODE, tile, VECTORS / 2 + NV, q, Q_STEP, s, &to_do);
     }
-    if (one.block_sums) add_to_blocks(&one, HEADS, s, scales[0]);
-    one.begin += PP_TILE;
     transform_scores(tile, PP_TILE, HEADS, second);
     scales[1] = raise_if_above(HEADS, second, m, rows, tile->row_stride, rescale[1]) ? rescale[1] : NULL;
     to_do.next = 0;
     to_do.s = second;
     values(DT, HEADS, value_vectors(HEADS), 0, 2, 1, MODE, tile, PP_V_RUN, 0, 0, 2 * PP_TILE, s, scales, rows,
            &to_do);
-    if (one.block_sums) add_to_blocks(&one, HEADS, second, scales[1]);
     for (int d = columns; d < tile->v_head_dim; d += columns)
         values(DT, HEADS, value_vectors(HEADS), 0, 2, 0, MODE, tile, PP_V_RUN, d, 0, 2 * PP_TILE, s, scales, rows,
                NULL);

@@ -95,9 +95,7 @@ typedef struct pp_tile {
     int32_t row, group_size;                    /* first row: query token row / group_size, head row % group_size */
     int64_t distance;                           /* the tile's first token minus the position of the first query token */
     int64_t row_stride;
-    float *block_sums;                          /* NULL, or the first row's sum of weights for each block */
-    int64_t begin, first_block, block_size;     /* the tile's first token, and the block of block_sums[0] */
-    int num_blocks;
+    int64_t begin;                              /* the tile's first token */
 } pp_tile;
 
 #endif

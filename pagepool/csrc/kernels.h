@@ -30,8 +30,7 @@ double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void));
  *   rows[r][:v_head_dim]      = sum 2^(score - m) * V
  *   rows[r][row_stride - 16]  = sum 2^(score - m)         (16 running sums until the chunk is done)
  *   m[r]                      = a score; every other score is at most PP_SLACK higher (decode_math.h)
- *   seen[r]                   = 1 if the row saw a token; if 0, the other results of the row are undefined
- *   block_sums[r][b]          = sum 2^(score - m) over the tokens of block begin / block_size + b */
+ *   seen[r]                   = 1 if the row saw a token; if 0, the other results of the row are undefined */
 typedef struct pp_chunk {
     const pp_kv_pool *pool;
     const unsigned char *layer; /* pool->base + layer * layer_bytes */
@@ -49,8 +48,6 @@ typedef struct pp_chunk {
     const float *q;             /* the sequence's queries as pack_queries lays them out */
     float *rows, *m;
     float *seen;                /* NULL if the only query token sees all tokens from `first` on */
-    float *block_sums;          /* NULL if not requested */
-    int64_t num_blocks;         /* sums of a row */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
     unsigned char *scratch;     /* for two groups of one head, if the kernels cannot read the pages directly; or NULL */
     const unsigned char *next[4]; /* read after this chunk (K of 4 groups), prefetched; or NULLs */
@@ -111,8 +108,6 @@ typedef struct pp_merge {
     void *out;               /* (num_queries, num_qo_heads, v_head_dim) */
     int32_t out_dtype;
     float *lse;              /* NULL or (num_queries, num_qo_heads) */
-    float *block_scores;     /* NULL or (num_queries, num_qo_heads, width) */
-    int64_t width;
     const float *sinks;      /* NULL or (num_qo_heads,) */
 } pp_merge;
 

@@ -27,7 +27,6 @@
 
 /* Elements of A are bf16 numbers. */
 typedef uint16_t tile_item;
-static inline float item_value(tile_item x) { return pp_bf16_to_f32(x); }
 
 /* As in tiles_vectors.h.  The instruction also treats subnormal numbers as zeros. */
 PP_INLINE void cut_into_parts(const int PARTS, const pp_v *x, tile_item *to, int64_t step) {

@@ -2,7 +2,6 @@
  * target region and after its vector and integer functions. */
 #include "convert_rows.h"
 #include "softmax_math.h"
-#include "block_sums.h"
 #include "unit_rows.h"
 #include "decode_math.h"
 #include "draw_kernel.h"

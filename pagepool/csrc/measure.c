@@ -78,10 +78,8 @@ pp_status pp_measure(const pp_decode_args *args, pp_measures *all) {
     pp_status status = pp_check_decode(args);
     if (status != PP_OK) return status;
     const pp_kv_layout *layout = &args->pool->layout;
-    const int64_t size = layout->block_size;
     *all = (pp_measures){.row_stride = pp_row_stride(layout)};
-    if (args->block_scores) all->blocks_per_chunk = PP_CHUNK % size ? PP_CHUNK / size + 2 : PP_CHUNK / size;
-    all->row_elements = all->row_stride + 1 + may_differ(args) + all->blocks_per_chunk;
+    all->row_elements = all->row_stride + 1 + may_differ(args);
     uint32_t bits[NOTED_BLOCKS / 32];
     if (args->num_seqs > 1) memset(bits, 0, sizeof bits);
     for (int32_t s = 0; s < args->num_seqs; s++) {

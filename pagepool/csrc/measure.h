@@ -12,7 +12,6 @@ typedef struct pp_measures {
     int64_t num_records;                         /* elements of all records */
     double products;                             /* cost in multiply-adds: of arithmetic or of loading, the larger */
     int64_t row_stride, row_elements;            /* elements per row of a record: its sums; all its parts */
-    int64_t blocks_per_chunk;                    /* 0 if no scores are requested */
     int32_t most_queries;                        /* maximum over the sequences */
     int32_t slices;
     int32_t block_queries, num_slots;            /* query tokens per block; number of scratch slots */

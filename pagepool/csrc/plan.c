@@ -16,14 +16,14 @@
  * reads them, and the slopes of ALiBi in base 2.
  *
  * Each chunk of each sequence has a record in the workspace; the records of sequence s begin at record_begin[s].  For
- * the R = num_qo_heads * (query tokens) rows it has rows (R, row_stride), m (R,), seen (R,) unless there is one query
- * token and no mask, and block_sums (R, blocks of a chunk) if scores are asked for.  A record depends on the tokens of
- * its chunk alone, and records are merged in order.  So no bit depends on which thread ran which unit.
+ * the R = num_qo_heads * (query tokens) rows it has rows (R, row_stride), m (R,), and seen (R,) unless there is one
+ * query token and no mask.  A record depends on the tokens of its chunk alone, and records are merged in order.  So no
+ * bit depends on which thread ran which unit.
  *
  * A sequence of many query tokens, or of one with many rows (takes_prefill), is cut into blocks instead: a unit is a
  * block of its query tokens for one kv head, over all chunks, and writes results and no record.  Its queries are read
- * in place.  Units are numbered
- * from the last block, which sees most tokens, to the first, and in a block by kv head. */
+ * in place.  Units are numbered from the last block, which sees most tokens, to the first, and in a block by kv
+ * head. */
 #include <math.h>
 #include <string.h>
 
@@ -91,9 +91,6 @@ static void write_nothing(const pp_decode_plan *plan, int32_t s) {
     if (!rows) return; /* the array may be missing then */
     memset((char *)args->out + first * dims * item, 0, (size_t)(rows * dims * item));
     for (int64_t r = first; args->lse && r < first + rows; r++) args->lse[r] = -INFINITY;
-    if (args->block_scores)
-        memset(args->block_scores + first * args->block_tables_width, 0,
-               (size_t)(rows * args->block_tables_width) * sizeof(float));
 }
 
 /* Lays out the queries of a sequence. */
@@ -118,8 +115,7 @@ static pp_status plan_units(pp_decode_plan *plan, const pp_decode_args *args, co
                              .num_slots = all->num_slots,
                              .slot_bytes = (int64_t)all->slot,
                              .row_stride = all->row_stride,
-                             .row_elements = all->row_elements,
-                             .blocks_per_chunk = all->blocks_per_chunk};
+                             .row_elements = all->row_elements};
     plan->remaining = (int32_t *)at;
     plan->unit_begin = (int64_t *)(at += all->counters);
     plan->ids_begin = (int64_t *)(at += all->begins);

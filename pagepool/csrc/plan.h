@@ -58,8 +58,7 @@ static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
     return plan->query_begin[s + 1] - plan->query_begin[s];
 }
 
-/* Whether a sequence is cut into blocks of query tokens, which write results and no records.  False if weights of
- * blocks are requested, because they are known only when all chunks are done.
+/* Whether a sequence is cut into blocks of query tokens, which write results and no records.
  *
  * A single query token is a block if its rows fill tiles and threads get several sequences each: records of a latent
  * cache with 128 query heads are half as large as its K.  A long sequence stays cut into chunks for all threads. */
@@ -68,15 +67,13 @@ static inline int takes_prefill(const pp_decode_args *args, int32_t seq_len, int
     const int64_t heads = args->pool->layout.num_kv_heads, group_size = args->num_qo_heads / heads;
     if (num_queries == 1)
         return way_of(args) == PP_WAY_TILES && group_size >= DECODE_ROWS && seq_len <= DECODE_CHUNKS * PP_CHUNK &&
-               args->num_seqs * heads >= (int64_t)DECODE_UNITS * args->num_threads && !args->block_scores;
-    return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS && !args->block_scores;
+               args->num_seqs * heads >= (int64_t)DECODE_UNITS * args->num_threads;
+    return num_queries > 1 && num_queries * group_size >= PREFILL_ROWS;
 }
 
-/* Whether a sequence may share chunks: it has a whole chunk and is cut into chunks.  False if weights of blocks are
- * requested, because they are added up chunk by chunk. */
+/* Whether a sequence may share chunks: it has a whole chunk and is cut into chunks. */
 static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int64_t num_queries) {
-    return seq_len >= PP_CHUNK && num_queries > 0 && !args->block_scores && !args->no_cascade &&
-           !takes_prefill(args, seq_len, num_queries);
+    return seq_len >= PP_CHUNK && num_queries > 0 && !args->no_cascade && !takes_prefill(args, seq_len, num_queries);
 }
 
 /* Bytes of scratch for two groups of one head, if the kernel reorders them before it reads them: K and V of plain

@@ -316,7 +316,6 @@ PP_INLINE void mixed_tile(const int HEADS, const pp_tile *tile, const float *q, 
     const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         weigh(s + g * PP_TILE, m[g], rows + (g + 1) * tile->row_stride - PP_GROUP);
-    if (tile->block_sums) add_to_blocks(tile, HEADS, s, scales);
     if (pp_is_quantised(tile->v_dtype))
         int_values(HEADS, tile->v, next_v, tile->v_head_dim, s, scales, rows, tile->row_stride);
     else

@@ -180,14 +180,14 @@ static void few_amx(const pp_chunk *work, int32_t head_rows, int32_t first, int3
     tiles_end();
 }
 
-/* Decode.  The sums of blocks, and a few rows over pages of f16, are computed by vectors. */
+/* Decode.  A few rows over pages of f16 are computed by vectors. */
 static void chunk_amx(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     const int32_t head_rows = work->group_size * work->view.num_queries;
     const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
     const int64_t begin = work->first / PP_TILE * PP_TILE;
     amx_scratch scratch;
-    if (work->block_sums || (head_rows < TILE_ROWS && layout->dtype != PP_BF16)) {
+    if (head_rows < TILE_ROWS && layout->dtype != PP_BF16) {
         pp_tiles_avx512_wide.chunk(work);
         return;
     }

@@ -2,7 +2,6 @@
  * and after its vector functions. */
 #include "convert_rows.h"
 #include "softmax_math.h"
-#include "block_sums.h"
 #include "unit_rows.h"
 
 #include "tiles_vectors.h"

@@ -43,7 +43,6 @@ typedef struct tile_call {
     int steps, v_squares;     /* in units of 32 dims; the last unit may have fewer */
     int q_parts, p_parts, page_parts; /* parts of a query, a weight, and an element of K or V */
     int64_t k_step, v_step;   /* bytes between the parts of K, and of V, of a group */
-    int keeps_weights;        /* stores the weights in place of the scores, for the sums of blocks */
     int bends;                /* scale scores and apply soft cap or ALiBi before finding the shift */
     float factor;             /* otherwise the factor that scales scores while they become weights */
     pp_tile tile;             /* arguments of cap_scores and add_slopes */
@@ -76,7 +75,6 @@ static tile_call begin_call(const pp_chunk *chunk, int32_t kv_head) {
         .page_parts = pp_parts_of(layout->dtype),
         .k_step = PP_GROUP * (int64_t)layout->head_dim * 2,
         .v_step = PP_GROUP * (int64_t)layout->v_head_dim * 2,
-        .keeps_weights = chunk->block_sums != NULL,
         .factor = 1.0f,
         .tile = {.scale = pp_in_base_2(chunk->sm_scale),
                  .cap = pp_in_base_2(chunk->logits_soft_cap),
@@ -203,8 +201,8 @@ typedef struct tile_softmax {
 } tile_softmax;
 
 /* Converts the 32 scores at `s` to weights, and adds these to 16 running sums.  Weights are stored in PARTS parts at
- * `p`, and also in place of the scores if the call keeps them. */
-PP_INLINE void weigh_tile(const int PARTS, float *s, tile_item *p, pp_v factor, pp_v shift, int keeps, pp_v *sum) {
+ * `p`. */
+PP_INLINE void weigh_tile(const int PARTS, const float *s, tile_item *p, pp_v factor, pp_v shift, pp_v *sum) {
     pp_v weights[PP_TILE / PP_LANES];
     PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
         weights[j] = v_exp2(v_fma(v_load(s + j * PP_LANES), factor, shift));
@@ -213,18 +211,13 @@ PP_INLINE void weigh_tile(const int PARTS, float *s, tile_item *p, pp_v factor, 
      * to twice as large if a few tokens have nearly all weight. */
     PP_UNROLL for (int part = PARTS - 1; part >= 0; part--)
         add_rounded_weights(p + part * PP_SQUARES * PP_SQUARE, sum);
-    if (!keeps) return;
-    if (PARTS == 1)
-        for (int i = 0; i < PP_TILE; i++) s[i] = item_value(p[i]);
-    else
-        PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++) v_store(s + j * PP_LANES, weights[j]);
 }
 
 /* Computes the weights of the next TILES tiles of a row, or of the remaining ones.  Before the first tile of a row it
  * determines the shift. */
 PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
     const tile_job *job = x->job;
-    const int r = x->row, keeps = job->call->keeps_weights;
+    const int r = x->row;
     float *s = job->to->s + r * PP_SCORE_STEP;
     tile_item *p = job->to->p[0][0] + r * 32;
     if (x->tile == job->first) {
@@ -243,12 +236,12 @@ PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
     const pp_v factor = v_set1(job->call->factor), shift = v_set1(-x->m);
     pp_v sum[PP_GROUP / PP_LANES];
     PP_UNROLL for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = x->sum[j];
-    if (!keeps && end - from == TILES)
+    if (end - from == TILES)
         PP_UNROLL for (int i = 0; i < TILES; i++)
-            weigh_tile(PARTS, s + (from + i) * PP_TILE, p + (from + i) * PP_SQUARE, factor, shift, 0, sum);
+            weigh_tile(PARTS, s + (from + i) * PP_TILE, p + (from + i) * PP_SQUARE, factor, shift, sum);
     else
         for (int t = from; t < end; t++)
-            weigh_tile(PARTS, s + t * PP_TILE, p + t * PP_SQUARE, factor, shift, keeps, sum);
+            weigh_tile(PARTS, s + t * PP_TILE, p + t * PP_SQUARE, factor, shift, sum);
     x->tile = end;
     if (end == job->end) {
         job->to->m[r] = x->m;

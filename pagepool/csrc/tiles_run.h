@@ -235,20 +235,6 @@ static void tiles_shared(const pp_shared *work) {
     }
 }
 
-/* Adds the weights of the job's rows to the sums of their blocks.  `sums` points to the sums of row 0. */
-static void add_job_to_blocks(const tile_job *job, const pp_chunk *work, float *sums) {
-    pp_tile tile = {.first_block = work->begin / work->pool->layout.block_size,
-                    .block_size = work->pool->layout.block_size,
-                    .num_blocks = (int)work->num_blocks};
-    for (int r = 0; r < job->rows; r++)
-        for (int t = job->first; t < job->end; t++) {
-            tile.begin = job->begin + t * PP_TILE;
-            tile.seen = job->whole[t] ? ALL_SEEN : job->seen[t][r];
-            tile.block_sums = sums + r * work->num_blocks;
-            if (tile.seen) add_to_blocks(&tile, 1, job->to->s + r * PP_SCORE_STEP + t * PP_TILE, NULL);
-        }
-}
-
 /* Decode: a chunk of one sequence for some parts of its rows.  Queries are rows of f32. */
 static void tiles_chunk(const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
@@ -259,9 +245,6 @@ static void tiles_chunk(const pp_chunk *work) {
     tile_groups groups;
     lay_out_tiles(layout, pp_query_parts(work->arithmetic, work->q_dtype), PP_ROWS, work->scratch, &scratch);
     tile_job *job = scratch.job;
-    if (work->block_sums)
-        memset(work->block_sums + first * work->num_blocks, 0,
-               (size_t)((last - first) * work->num_blocks) * sizeof(float));
     tile_call call = begin_call(work, 0);
     *job = (tile_job){.call = &call,
                       .to = scratch.buffers,
@@ -277,8 +260,7 @@ static void tiles_chunk(const pp_chunk *work) {
         for (int32_t row = from; row < to; row += PP_ROWS) {
             list_chunk_rows(work, head, row, to, job);
             cut_queries(job, PP_F32, scratch.widened, scratch.q);
-            if (run_job(job, work->end, groups.k, groups.v, scratch.v) && work->block_sums)
-                add_job_to_blocks(job, work, work->block_sums + row * work->num_blocks);
+            run_job(job, work->end, groups.k, groups.v, scratch.v);
             record_job(job, row_stride);
         }
     }

@@ -165,8 +165,6 @@ static __attribute__((noinline)) void add_product(int rows, const float *a, int6
 /* Elements of A are bf16 numbers stored as f32. */
 typedef float tile_item;
 
-static inline float item_value(tile_item x) { return x; }
-
 /* Nearest bf16 as f32.  Subnormal numbers become zeros. */
 PP_INLINE pp_v v_rounded(pp_v x) {
     const pp_bits bits = (pp_bits)x, even = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;

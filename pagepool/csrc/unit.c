@@ -52,8 +52,6 @@ void pp_fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int32_t
                        .rows = record,
                        .m = m,
                        .seen = num_queries > 1 || view.mask ? after_m : NULL,
-                       .block_sums = plan->blocks_per_chunk ? after_m + (may_differ(args) ? num_rows : 0) : NULL,
-                       .num_blocks = plan->blocks_per_chunk,
                        .row_stride = plan->row_stride};
 }
 
@@ -61,7 +59,7 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
     const pp_decode_args *args = &plan->args;
     const int32_t v_head_dim = args->pool->layout.v_head_dim, num_queries = queries_of(plan, s);
     const extent seen = extent_of(args, plan->seq_lens[s], num_queries);
-    const int64_t row = (int64_t)plan->query_begin[s] * args->num_qo_heads, width = args->block_tables_width;
+    const int64_t row = (int64_t)plan->query_begin[s] * args->num_qo_heads;
     pp_chunk chunk;
     pp_fill_chunk(plan, s, 0, slice, &chunk);
     kernels_of(args)->merge(&(pp_merge){
@@ -73,8 +71,6 @@ static void merge(const pp_decode_plan *plan, int32_t s, int32_t slice) {
         .out = (char *)args->out + row * v_head_dim * pp_dtype_bytes((pp_dtype)args->out_dtype),
         .out_dtype = args->out_dtype,
         .lse = args->lse ? args->lse + row : NULL,
-        .block_scores = args->block_scores ? args->block_scores + row * width : NULL,
-        .width = width,
         .sinks = args->sinks,
     });
 }

@@ -4,7 +4,6 @@
                  with a soft cap: cap * tanh(x / cap);    then, with ALiBi: x + slope[h] * (t - position[i])
     lse[i, h] = log(sum_t exp(x[i, h, t]) + exp(sink[h]))    t over the tokens that query i sees
     out[i, h] = sum_t exp(x[i, h, t] - lse[i, h]) * V[s, t, h / G]
-    block_scores[i, h, b] = sum_t exp(x[i, h, t] - lse[i, h])    t over the tokens of block b that query i sees
 
 Special values follow IEEE arithmetic. A NaN among the scores, or a score of +inf, makes the head's output NaN. A score
 of -inf has weight 0. If all scores are -inf, the output is NaN and the lse is -inf. `pagepool.reference.canonical`
@@ -42,11 +41,10 @@ class Variant(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The result of one query token: output, lse and block scores of each head."""
+    """The result of one query token: output and lse of each head."""
 
     out: Vectors
     lse: list[float]
-    blocks: Vectors
 
 
 def decode(
@@ -65,15 +63,13 @@ def decode(
     sinks: Any = None,
     out: np.ndarray | None = None,
     return_lse: bool = False,
-    return_block_scores: bool = False,
     arithmetic: str = "exact",
     num_threads: int | None = None,
 ) -> Any:
     """Attend over the pages of each sequence. Returns float64 `(n_tokens, num_qo_heads, v_head_dim)`, or `out`.
 
-    Takes the arguments of `pagepool.decode`. `pool` may be a reference pool or a compiled pool. With `return_lse` or
-    `return_block_scores` the result is a tuple: the output, then these arrays. `num_threads` is ignored. `arithmetic`
-    is ignored as well: all arithmetics approximate this result.
+    Takes the arguments of `pagepool.decode`. `pool` may be a reference pool or a compiled pool. With `return_lse` also
+    returns the lse. `num_threads` is ignored. `arithmetic` is ignored as well: all arithmetics approximate this result.
 
     >>> from pagepool import KvLayout
     >>> from pagepool.reference import KvCachePool
@@ -101,21 +97,14 @@ def decode(
     for view in views(query_start_loc, lengths, window_left, custom_mask):
         table = tables[view.sequence].tolist()
         results.append(_attend(queries[len(results)], pool, layer, table, view, scale, variant))
-    rows, width = np.asarray(q).shape[:2], tables.shape[1]
+    rows = np.asarray(q).shape[:2]
     result = np.array([each.out for each in results]).reshape(*rows, pool.layout.v_head_dim)
     if out is not None:
         out[...] = result
         result = out
-    answer = [result]
-    if return_lse:
-        answer.append(np.array([each.lse for each in results]).reshape(rows))
-    if return_block_scores:
-        scores = np.zeros((*rows, width))
-        for i, each in enumerate(results):
-            for h, blocks in enumerate(each.blocks):
-                scores[i, h, : len(blocks)] = blocks
-        answer.append(scores)
-    return tuple(answer) if len(answer) > 1 else result
+    if not return_lse:
+        return result
+    return result, np.array([each.lse for each in results]).reshape(rows)
 
 
 def pages(pool: Any, layer: int, table: list[int], first: int, seq_len: int) -> Iterator[tuple[int, Any, Any]]:
@@ -135,9 +124,9 @@ def _attend(
     heads: Vectors, pool: Any, layer: int, table: list[int], view: View, scale: float, variant: Variant
 ) -> Result:
     """Compute all query heads of one query token."""
-    dims, size = pool.layout.v_head_dim, pool.layout.block_size
+    dims = pool.layout.v_head_dim
     if not view.seen:
-        return Result([[0.0] * dims for _ in heads], [-inf] * len(heads), [[] for _ in heads])
+        return Result([[0.0] * dims for _ in heads], [-inf] * len(heads))
     seen = set(view.seen)
     running: list[State] = [(-inf, 0.0, [0.0] * dims) for _ in heads]
     scored: list[dict[int, float]] = [{} for _ in heads]
@@ -154,18 +143,7 @@ def _attend(
         sinks = zip(running, variant.sinks, strict=True)
         running = [_absorb(state, [sink], [[0.0] * dims]) for state, sink in sinks]
     finished = [_finish(state) for state in running]
-    blocks = [_block_scores(*each, view, size) for each in zip(running, scored, strict=True)]
-    return Result([out for out, _ in finished], [lse for _, lse in finished], blocks)
-
-
-def _block_scores(state: State, scored: dict[int, float], view: View, size: int) -> list[float]:
-    """Return the sum of the weights of each block, 0 for blocks outside of the window."""
-    m, total, _ = state
-    sums = [0.0] * -(-view.end // size)
-    for t, score in scored.items():
-        sums[t // size] += _weight(score, m)
-    inside = range(view.first // size, len(sums))
-    return [(x / total if total else nan) if b in inside else 0.0 for b, x in enumerate(sums)]
+    return Result([out for out, _ in finished], [lse for _, lse in finished])
 
 
 def _absorb(state: State, scores: list[float], values: Vectors) -> State:

@@ -23,14 +23,6 @@ query token: the last position of the sequence, or an earlier one if there are s
               o = o_a * c_a
    12 finish  out = o / l. lse = m * log(2) + log(l) in float64, then rounded
 
-Block scores, if requested, need these additions:
-
-    6 shift   if new != m: the sum of each block in this chunk is multiplied by c
-    8 sum     a block is cut into pieces at multiples of 16 tokens. For each piece in ascending order, the p of its
-              tokens are put into 16 lanes (0 for missing tokens). The lanes are summed like the running sums at the end
-              of a chunk, and the result is added to the block's sum
-   12 finish  score = (sum over the chunks, in order, of (the chunk's sum * 2^(its m - the final m))) / l
-
 Arithmetic "bf16" and "bf16x2" compute products as AMX's TDPBF16PS does, 32 elements at a time:
 
     tile_dot(sum, a, b) = sum + (even + odd), where even is the fma chain of a[0] b[0], a[2] b[2], ... from 0, and odd
@@ -90,7 +82,6 @@ __all__ = [
     "TILE",
     "Quantised",
     "attend",
-    "attend_with_scores",
     "exp2",
     "in_base_2",
     "rounding_once_or_twice",
@@ -143,7 +134,6 @@ class Head(NamedTuple):
     seen: list[int]
     cap: float
     slope: float | None
-    block_size: int
     fma: Fma
     parts: tuple[int, int, int] | None  # of q, of the weights, of K and V, in the order of tiles
     k_scales: list[float] | None
@@ -151,12 +141,11 @@ class Head(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The result of a chunk: shift, sum of weights, weighted sum of V, and sum of weights of each block."""
+    """The result of a chunk: shift, sum of weights, and weighted sum of V."""
 
     m: float
     l: float  # noqa: E741 - the name in the FlashAttention paper
     o: list[float]
-    blocks: dict[int, float]
 
 
 def attend(
@@ -186,58 +175,14 @@ def attend(
     >>> out, round(lse, 6)
     ([2.0, 3.0], 0.693147)
     """
-    out, lse, _ = attend_with_scores(
-        q,
-        k,
-        v,
-        sm_scale,
-        1,
-        window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slope=alibi_slope,
-        sink=sink,
-        position=position,
-        mask=mask,
-        arithmetic=arithmetic,
-        q_dtype=q_dtype,
-        page_dtype=page_dtype,
-        fused=fused,
-    )
-    return out, lse
-
-
-def attend_with_scores(
-    q: list[float],
-    k: Vectors | Quantised,
-    v: Vectors | Quantised,
-    sm_scale: float,
-    block_size: int,
-    *,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slope: float | None = None,
-    sink: float | None = None,
-    position: int | None = None,
-    mask: list[bool] | None = None,
-    arithmetic: str = "exact",
-    q_dtype: str = "float32",
-    page_dtype: str = "bfloat16",
-    fused: bool = True,
-) -> tuple[list[float], float, list[float]]:
-    """Return output, lse and the sum of weights of each block of `block_size` tokens, 0 for blocks that are not seen.
-
-    >>> attend_with_scores([0.0], [[0.0]] * 3, [[1.0]] * 3, 1.0, 2)[2] == [f32(2 / 3), f32(1 / 3)]
-    True
-    """
     channels = k.channel_scale if isinstance(k, Quantised) else None
     (keys, k_scales), (values, v_scales) = _rows_and_scales(k), _rows_and_scales(v)
     position = len(keys) - 1 if position is None else position
     first = max(0, position - window_left) if window_left >= 0 else 0
     end = max(0, position + 1 if mask is None else len(keys))
     seen = [t for t in range(first, end) if mask is None or mask[t]]
-    scores = [0.0] * -(-len(keys) // block_size)
     if not seen:
-        return [0.0] * len(values[0] if values else []), -inf, scores
+        return [0.0] * len(values[0] if values else []), -inf
     fma = rounding_once_or_twice(fused)
     of_page = PARTS[page_dtype]
     parts = {"exact": None, "bf16": (1, 1, of_page), "bf16x2": (PARTS[q_dtype], 2, of_page)}[arithmetic]
@@ -247,22 +192,15 @@ def attend_with_scores(
     else:
         q, scale = (q, scale) if parts else ([f32(x * scale) for x in q], 1.0)
     cap, slope = in_base_2(f32(logits_soft_cap)), None if alibi_slope is None else in_base_2(alibi_slope)
-    head = Head(q, keys, values, scale, position, seen, cap, slope, block_size, fma, parts, k_scales, v_scales)
-    partials = [(_chunk_of_tiles if parts else _chunk)(head, tokens) for tokens in _split(seen, CHUNK)]
-    merged, *rest = partials
+    head = Head(q, keys, values, scale, position, seen, cap, slope, fma, parts, k_scales, v_scales)
+    merged, *rest = [(_chunk_of_tiles if parts else _chunk)(head, tokens) for tokens in _split(seen, CHUNK)]
     for partial in rest:
         merged = _merge(merged, partial, fma)
     if sink is not None:
-        merged = _merge(merged, Partial(in_base_2(sink), 1.0, [], {}), fma)
-    for partial in partials:
-        scale = _weight(partial.m, merged.m, fma)
-        for block, weight in partial.blocks.items():
-            scores[block] = f32(scores[block] + f32(weight * scale))
-    for block in range(first // block_size, -(-end // block_size)):
-        scores[block] = f32(scores[block] / merged.l) if merged.l else nan
+        merged = _merge(merged, Partial(in_base_2(sink), 1.0, []), fma)
     if merged.l == 0.0:
-        return [nan] * len(values[0]), -inf, scores
-    return [f32(x / merged.l) for x in merged.o], f32(merged.m * log(2.0) + log(merged.l)), scores
+        return [nan] * len(values[0]), -inf
+    return [f32(x / merged.l) for x in merged.o], f32(merged.m * log(2.0) + log(merged.l))
 
 
 def _rows_and_scales(x: Vectors | Quantised) -> tuple[Vectors, list[float] | None]:
@@ -289,7 +227,7 @@ def _split(tokens: list[int], size: int) -> list[list[int]]:
 
 
 def _chunk(head: Head, tokens: list[int]) -> Partial:
-    partial, sums = Partial(-LARGEST, 0.0, [0.0] * len(head.v[0]), {}), [0.0] * LANES
+    partial, sums = Partial(-LARGEST, 0.0, [0.0] * len(head.v[0])), [0.0] * LANES
     for tile in _split(tokens, TILE):
         partial, sums = _tile(head, tile, partial, sums)
     return partial._replace(l=_tree_sum(sums))
@@ -316,7 +254,7 @@ def _transformed(head: Head, t: int, score: float) -> float:
 
 
 def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple[Partial, list[float]]:
-    o, blocks = old.o, dict(old.blocks)
+    o = old.o
     scores = [_score(head, t) for t in seen]
     m = old.m
     highest = _maximum(*scores)
@@ -324,24 +262,13 @@ def _tile(head: Head, seen: list[int], old: Partial, sums: list[float]) -> tuple
         m = highest
         c = _weight(old.m, m, head.fma)
         sums, o = [f32(x * c) for x in sums], [f32(x * c) for x in o]
-        blocks = {block: f32(x * c) for block, x in blocks.items()}
     lanes = [0.0] * TILE
     for t, score in zip(seen, scores, strict=True):
         lanes[t % TILE] = _weight(score, m, head.fma)
     sums = [f32(sums[i] + f32(lanes[i] + lanes[i + LANES])) for i in range(LANES)]
     add = _add_tokens if head.v_scales is None else _add_integers
     o = add(head, seen, lanes, o)
-    _add_to_blocks(head, seen, lanes, blocks)
-    return Partial(m, old.l, o, blocks), sums
-
-
-def _add_to_blocks(head: Head, seen: list[int], lanes: list[float], blocks: dict[int, float]) -> None:
-    """Add the weights of a tile to the sums of the blocks that have its tokens."""
-    for (block, _), piece in groupby(seen, lambda t: (t // head.block_size, t // LANES)):
-        weights = [0.0] * LANES
-        for t in piece:
-            weights[t % LANES] = lanes[t % TILE]
-        blocks[block] = f32(blocks.get(block, 0.0) + _tree_sum(weights))
+    return Partial(m, old.l, o), sums
 
 
 def _chunk_of_tiles(head: Head, tokens: list[int]) -> Partial:
@@ -359,7 +286,7 @@ def _chunk_of_tiles(head: Head, tokens: list[int]) -> Partial:
                 score = tile_dot(score, [x[i] for x in q[d : d + TILE]], [x[j] for x in k[d : d + TILE]])
         scores[t] = _transformed(head, t, f32(score * head.scale)) if bends else score
     m = _maximum(-LARGEST, *(f32(score * factor) for score in scores.values()))
-    o, sums, blocks = [0.0 for _ in dims], [0.0] * LANES, dict[int, float]()
+    o, sums = [0.0 for _ in dims], [0.0] * LANES
     for seen in _split(tokens, TILE):
         lanes = [0.0] * TILE
         for t in seen:
@@ -367,16 +294,13 @@ def _chunk_of_tiles(head: Head, tokens: list[int]) -> Partial:
         parts = [_in_parts(p, p_parts) for p in lanes]
         for part in reversed(range(p_parts)):
             sums = [f32(f32(sums[i] + parts[2 * i + 1][part]) + parts[2 * i][part]) for i in range(LANES)]
-        if p_parts == 1:
-            lanes = [rounded for (rounded,) in parts]
         first = seen[0] - seen[0] % TILE
         values = [head.v[t] if t in scores else [0.0 for _ in dims] for t in range(first, first + TILE)]
         cut = [[_cut_off(x, page_parts) for x in row] for row in values]
         for j, i in product(reversed(range(page_parts)), reversed(range(p_parts))):
             weights = [x[i] for x in parts]
             o = [tile_dot(o[d], weights, [row[d][j] for row in cut]) for d in dims]
-        _add_to_blocks(head, seen, lanes, blocks)
-    return Partial(m, _tree_sum(sums), [x + 0.0 for x in o], blocks)
+    return Partial(m, _tree_sum(sums), [x + 0.0 for x in o])
 
 
 def _in_parts(x: float, count: int) -> list[float]:
@@ -432,7 +356,7 @@ def _merge(a: Partial, b: Partial, fma: Fma) -> Partial:
     o = [f32(x * c_a) for x in a.o]
     if b.o:  # empty for a sink
         o = [fma(y, c_b, x) for x, y in zip(o, b.o, strict=True)]
-    return Partial(m, f32(f32(a.l * c_a) + f32(b.l * c_b)), o, {})
+    return Partial(m, f32(f32(a.l * c_a) + f32(b.l * c_b)), o)
 
 
 def _maximum(*numbers: float) -> float:

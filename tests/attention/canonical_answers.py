@@ -35,4 +35,3 @@ def once(function):
 
 
 attend = once(canonical.attend)
-attend_with_scores = once(canonical.attend_with_scores)

@@ -178,14 +178,6 @@ def attention_f64(case, sm_scale=None, **options):
     return out, lse
 
 
-def block_scores_f64(case, **options):
-    """Return block_scores in float64."""
-    scores = np.zeros((*case.q.shape[:2], case.block_tables.shape[1]))
-    for seen in weigh_f64(case, **options):
-        np.add.at(scores[seen.row].T, seen.tokens // case.pool.layout.block_size, flat(seen.weights).T)
-    return scores
-
-
 def rounding_bounds(case, **options):
     """Return the documented error bounds of bf16 arithmetic for each output and each lse.
 

@@ -9,7 +9,7 @@ from paged_cases import DTYPES, MOST, Case, assert_same, channels, make_case, ra
 from share import examples
 
 from pagepool import KvLayout, cpu_info, prefill
-from pagepool.reference.canonical import attend_with_scores
+from pagepool.reference.canonical import attend
 from pagepool.reference.views import masks_of, views
 
 BORDERS = [0, 1, 15, 16, 17, 31, 33, 63, 64, 65, 100, 511, 513, 545, 600]
@@ -30,7 +30,7 @@ class Call:
     options: dict
 
     def decode(self, case=None, chosen=None, heads=slice(None), **others):
-        """Return out, lse and block scores, for the `chosen` sequences and `heads` only."""
+        """Return out and lse, for the `chosen` sequences and `heads` only."""
         case = self.case if case is None else case
         chosen = range(len(self.counts)) if chosen is None else chosen
         rows = np.array([row for seq in chosen for row in range(*np.cumsum([0, *self.counts])[seq : seq + 2])], int)
@@ -40,10 +40,10 @@ class Call:
         options["custom_mask"] = self.masks and [self.masks[seq] for seq in chosen]
         order, q = np.array(chosen, int), np.ascontiguousarray(self.case.q[rows][:, heads])
         part = replace(case, block_tables=case.block_tables[order], seq_lens=case.seq_lens[order], q=q)
-        return part.decode(return_lse=True, return_block_scores=True, **options, **others), rows
+        return part.decode(return_lse=True, **options, **others), rows
 
     def prefill(self, **others):
-        """Return out and lse of all sequences, computed without block scores."""
+        """Return out and lse of all sequences by `prefill`."""
         starts = np.cumsum([0, *self.counts]).astype(np.int32)
         return prefill(*self.case.args, starts, custom_mask=self.masks, return_lse=True, **self.options, **others)
 
@@ -104,12 +104,11 @@ def assert_canonical(call, got, row, head):
     masks = masks_of(call.masks, call.counts, lengths)[view.sequence]
     k, v = stored(call.case, view.sequence, head // (call.case.q.shape[1] // layout.num_kv_heads))
     scale, slopes, sinks = options.pop("sm_scale"), options.pop("alibi_slopes", None), options.pop("sinks", None)
-    out, lse, scores = attend_with_scores(
+    out, lse = attend(
         call.case.q[row, head].tolist(),
         k,
         v,
         1 / np.sqrt(layout.head_dim) if scale is None else scale,
-        layout.block_size,
         position=view.position,
         mask=masks and masks[row - starts[view.sequence]],
         alibi_slope=None if slopes is None else float(slopes[head]),
@@ -118,9 +117,8 @@ def assert_canonical(call, got, row, head):
         page_dtype=layout.dtype if layout.dtype in DTYPES else "float32",
         **options,
     )
-    scores += [0.0] * (got[2].shape[2] - len(scores))
     out = out or [0.0] * layout.v_head_dim  # without tokens the result has no dims
-    assert_same([got[0][row, head], got[2][row, head]], [np.array(x, np.float32) for x in (out, scores)])
+    assert_same([got[0][row, head]], [np.array(out, np.float32)])
     np.testing.assert_allclose(got[1][row, head], lse, rtol=3e-7, atol=1e-7)
 
 
@@ -129,12 +127,12 @@ def assert_canonical(call, got, row, head):
 def test_bits_are_canonical_and_depend_only_on_attended_tokens(call, data):
     expected, rows = call.decode(num_threads=1)
     assert_same(call.decode(num_threads=data.draw(st.integers(2, 8)))[0], expected)
-    assert_same(call.prefill(num_threads=data.draw(st.integers(1, 8))), expected[:2])
+    assert_same(call.prefill(num_threads=data.draw(st.integers(1, 8))), expected)
     pool = call.case.pool
     sizes = TILED if pool.layout.is_mixed else BLOCK_SIZES
     other = replace(pool.layout, block_size=one_of(data.draw, *sizes))
     case = make_case(other, 1, call.case.seq_lens.tolist(), kv=call.kv, k_channel_scale=pool.k_channel_scale)
-    assert_same(call.decode(case)[0][:2], expected[:2])
+    assert_same(call.decode(case)[0], expected)
     group = call.case.q.shape[1] // other.num_kv_heads
     some = data.draw(st.sets(st.integers(0, group - 1), min_size=1))
     heads = [kv_head * group + h for kv_head in range(other.num_kv_heads) for h in sorted(some)]

@@ -31,7 +31,6 @@ def call(request):
         if request.param is prefill:
             if "query_start_loc" not in args:
                 args["query_start_loc"] = np.arange(len(positional[-1]) + 1, dtype=np.int32)
-            args.pop("return_block_scores", None)  # prefill does not have it
         try:
             return request.param(*positional, **args)
         finally:
@@ -306,12 +305,10 @@ def test_prefill_names_a_bad_query_start_loc(starts, error, words):
     assert (out == SENTINEL).all()
 
 
-def test_prefill_needs_query_start_loc_and_has_no_block_scores():
+def test_prefill_needs_query_start_loc():
     case = make_case(LAYOUT, 2, [40, 0, 17])
     with pytest.raises(TypeError, match="query_start_loc"):
         prefill(*case.args)
-    with refuses(TypeError, "return_block_scores"):
-        prefill(*case.args, np.arange(4, dtype=np.int32), return_block_scores=True)
     with pytest.raises(TypeError, match="positional"):
         prefill(*case.args, np.arange(4, dtype=np.int32), None)
 
@@ -338,7 +335,7 @@ def test_results_step_forwards_only(call):
 def test_nothing_to_do_takes_arrays_without_elements(call):
     empty, lens = np.zeros((0, 5), np.int32), np.zeros(0, np.int32)
     q, out = np.zeros((0, 4, 16), np.float32), np.zeros((0, 4, 16), np.float32)[::-1]
-    for options in ({}, {"return_lse": True, "return_block_scores": True}, {"custom_mask": np.zeros(0, np.uint8)}):
+    for options in ({}, {"return_lse": True}, {"custom_mask": np.zeros(0, np.uint8)}):
         got = call(q=q, block_tables=empty, seq_lens=lens, out=out, **options)
         assert (got[0] if options.get("return_lse") else got) is out
     no_width = np.zeros((3, 0), np.int32)

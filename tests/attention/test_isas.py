@@ -13,7 +13,7 @@ from pagepool import cpu_info
 FOLDER = Path(__file__).parent
 # Bits do not depend on the instruction set, and tests/capi compares them. So `make test` runs these files on two sets,
 # and those that check arguments, masks and tables above all with a part of their cases.
-KERNEL_TESTS = ["test_decode_bits.py", "test_block_scores.py", "test_merge.py", "test_page_conversion.py"]
+KERNEL_TESTS = ["test_decode_bits.py", "test_merge.py", "test_page_conversion.py"]
 KERNEL_TESTS += ["../memory/test_append_runs.py", "../engine/test_sampling.py", "../integrations/test_elementwise.py"]
 KERNEL_TESTS += ["../integrations/test_linear_quantised.py"]
 IN_PART = ["test_prefill.py", "test_quantised.py", "test_head_dims.py", "test_arithmetic_bf16.py"]

@@ -144,7 +144,7 @@ def test_neither_threads_nor_other_queries_change_a_row(case):
     case, starts = case.with_queries(COUNTS)
     tree = trees(COUNTS)
     for masks in (None, tree):
-        options = {"query_start_loc": starts, "custom_mask": masks, "return_lse": True, "return_block_scores": True}
+        options = {"query_start_loc": starts, "custom_mask": masks, "return_lse": True}
         whole = case.decode(num_threads=1, **options)
         for num_threads in range(2, 9):
             assert_same_bits(case.decode(num_threads=num_threads, **options), whole)
@@ -169,7 +169,7 @@ def test_masked_tokens_do_not_affect_a_row(value, block_size, dtype):
     case = make_case(KvLayout(1, 1, 24, block_size, dtype), 3, [length])
     case, starts = case.with_queries([count])
     masks = random_masks([count], [length], share=0.5)
-    options = {"query_start_loc": starts, "return_lse": True, "return_block_scores": True}
+    options = {"query_start_loc": starts, "return_lse": True}
     for mask in (None, masks):
         clean = case.decode(custom_mask=mask, **options)
         seen = [set(view.seen) for view in views(starts, [length], -1, mask)]
@@ -191,12 +191,10 @@ def test_a_row_that_sees_nothing_gives_zeros_and_minus_infinity(case):
     blind = [np.ones((count, length), bool) for count, length in zip(counts, LENGTHS, strict=True)]
     for mask in blind:
         mask[::2] = False
-    out, lse, scores = case.decode(
-        query_start_loc=starts, custom_mask=blind, sinks=sinks, return_lse=True, return_block_scores=True
-    )
+    out, lse = case.decode(query_start_loc=starts, custom_mask=blind, sinks=sinks, return_lse=True)
     empty = np.array([not view.seen for view in views(starts, LENGTHS, -1, blind)])
     assert empty.sum() > 5
-    assert not out[empty].any() and np.isneginf(lse[empty]).all() and not scores[empty].any()
+    assert not out[empty].any() and np.isneginf(lse[empty]).all()
     assert out[~empty].any(axis=(1, 2)).all() and np.isfinite(lse[~empty]).all()
 
 
@@ -221,7 +219,7 @@ def test_rows_follow_the_canonical_order(dtype, block_size, group, head_dim, v_h
     masks = {"causal": None, "tree": trees(counts), "random": random_masks(counts, lengths)}[kind]
     whole = reference.views.masks_of(masks, counts, lengths)
     options = per_head(options, group)
-    got = case.decode(query_start_loc=starts, custom_mask=masks, return_lse=True, return_block_scores=True, **options)
+    got = case.decode(query_start_loc=starts, custom_mask=masks, return_lse=True, **options)
     fused = cpu_info()["isa"] != "baseline"
     names = {"alibi_slopes": "alibi_slope", "sinks": "sink"}
     for row, view in enumerate(views(starts, lengths, -1, masks)):
@@ -230,20 +228,17 @@ def test_rows_follow_the_canonical_order(dtype, block_size, group, head_dim, v_h
         mask = whole[view.sequence]
         for head in range(group):
             own = {names.get(n, n): float(x[head]) if n in names else x for n, x in options.items()}
-            out, lse, scores = canonical.attend_with_scores(
+            out, lse = canonical.attend(
                 case.q[row, head].tolist(),
                 k,
                 v,
                 1 / np.sqrt(head_dim),
-                block_size,
                 position=view.position,
                 mask=mask and mask[row - starts[view.sequence]],
                 fused=fused,
                 **own,
             )
-            scores += [0.0] * (got[2].shape[2] - len(scores))
-            right = [np.array(x, np.float32) for x in (out, scores)]
-            assert_same_bits([got[0][row, head], got[2][row, head]], right)
+            assert_same_bits([got[0][row, head]], [np.array(out, np.float32)])
             np.testing.assert_allclose(got[1][row, head], lse, rtol=3e-7, atol=1e-7)
 
 
@@ -259,11 +254,9 @@ def test_the_reference_says_the_same_of_any_batch(data):
     case, starts = case.with_queries(counts)
     masks = data.draw(st.sampled_from([None, trees(counts), random_masks(counts, lengths, share=0.3)]))
     options = {**options_of(case, data.draw(st.sampled_from(OPTIONS))), "query_start_loc": starts, "custom_mask": masks}
-    options |= {"return_lse": True, "return_block_scores": True}
+    options |= {"return_lse": True}
     got = case.decode(num_threads=data.draw(st.integers(1, 4)), **options)
-    expected = reference.decode(*case.args, **options)
-    assert_close(got[:2], expected[:2])
-    np.testing.assert_allclose(got[2], expected[2], atol=1e-6)
+    assert_close(got, reference.decode(*case.args, **options))
 
 
 def test_pages_that_no_query_sees_are_not_read(case):
@@ -323,8 +316,8 @@ def test_a_chunk_of_a_prompt_is_several_queries():
 
 def test_no_query_at_all():
     case, starts = make_case(KvLayout(1, 1, 16), 2, [5, 0]).with_queries([0, 0])
-    out, lse, scores = case.decode(query_start_loc=starts, return_lse=True, return_block_scores=True)
-    assert (out.shape, lse.shape, scores.shape[:2]) == ((0, 2, 16), (0, 2), (0, 2))
+    out, lse = case.decode(query_start_loc=starts, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 2, 16), (0, 2))
 
 
 STARTS = np.array([0, 2, 5], np.int32)

@@ -34,7 +34,7 @@ static void check_mode(mode wanted) {
 
 /* The results of one call; structures of two calls are compared byte by byte. */
 typedef struct results {
-    float *out, *lse, *scores, *gathered;
+    float *out, *lse, *gathered;
     float merged[ROWS * DIMS], merged_lse[ROWS];
 } results;
 
@@ -54,7 +54,6 @@ static results run(job *job, int num_threads) {
     memset(&got, 0, sizeof got);
     got.out = (float *)scenario_memory((size_t)scenario_out_count(s) * sizeof(float));
     got.lse = (float *)scenario_memory(rows * sizeof(float));
-    got.scores = (float *)scenario_memory(rows * (size_t)s->width * sizeof(float));
     got.gathered = (float *)scenario_memory(2 * kv * sizeof(float));
     CHECK(pp_kv_append(&s->pool, 0, job->slots, TOKENS, job->k, job->k, PP_F32, layout->num_kv_heads * DIMS, DIMS) ==
           PP_OK);
@@ -62,7 +61,6 @@ static results run(job *job, int num_threads) {
     CHECK(pp_kv_gather(&s->pool, 0, s->tables + first, s->width - 2 - first, TOKENS, got.gathered, got.gathered + kv) ==
           PP_OK);
     scenario_args(s, 0, got.out, got.lse, &args);
-    args.block_scores = got.scores;
     args.sm_scale = 0.125f; /* exact in every rounding mode */
     args.logits_soft_cap = 20.0f;
     args.arithmetic = job->arithmetic;
@@ -88,7 +86,6 @@ static void check_same(const job *job, const results *a, const results *b) {
     CHECK(memcmp(a->gathered, b->gathered, 2 * kv * sizeof(float)) == 0);
     CHECK(memcmp(a->out, b->out, (size_t)scenario_out_count(s) * sizeof(float)) == 0);
     CHECK(memcmp(a->lse, b->lse, rows * sizeof(float)) == 0);
-    CHECK(memcmp(a->scores, b->scores, rows * (size_t)s->width * sizeof(float)) == 0);
     CHECK(memcmp(a->merged, b->merged, sizeof a->merged) == 0);
     CHECK(memcmp(a->merged_lse, b->merged_lse, sizeof a->merged_lse) == 0);
 }
@@ -96,7 +93,6 @@ static void check_same(const job *job, const results *a, const results *b) {
 static void free_results(results *got) {
     free(got->out);
     free(got->lse);
-    free(got->scores);
     free(got->gathered);
 }
 

@@ -1,6 +1,6 @@
 /* plans.c: random plans.  Their ranges run in random order on random threads, on more threads than planned for, and
  * concurrently with another plan of the same pool, which may stop early.  Results are correct and have the same bits as
- * with one thread and as decode with block_scores.  A refused call changes neither results nor plan.
+ * with one thread and as rows that are computed apart.  A refused call changes neither results nor plan.
  * Arrays begin at random alignments and end, for sanitizers, at the end of their allocation.
  * Arguments: rounds (default 200), number of the first round (default 0).  Prints a checksum of all results. */
 #include <pthread.h>
@@ -102,19 +102,17 @@ static void draw_args(const scenario *s, pp_decode_args *args) {
 }
 
 typedef struct results {
-    size_t out, lse, scores; /* bytes */
+    size_t out, lse; /* bytes */
 } results;
 
 /* Buffers for all results. */
 static void take_results(const results *sizes, pp_decode_args *args) {
     args->out = take(sizes->out);
     args->lse = take(sizes->lse);
-    args->block_scores = take(sizes->scores);
 }
 
 static int same(const results *sizes, const pp_decode_args *a, const pp_decode_args *b) {
-    return !memcmp(a->out, b->out, sizes->out) && !memcmp(a->lse, b->lse, sizes->lse) &&
-           (!a->block_scores || !memcmp(a->block_scores, b->block_scores, sizes->scores));
+    return !memcmp(a->out, b->out, sizes->out) && !memcmp(a->lse, b->lse, sizes->lse);
 }
 
 /* Queries in a dtype that represents them exactly. */
@@ -159,7 +157,6 @@ static void start(const scenario *s, running *run, const pp_decode_args *args, c
     lent lost[4]; /* the plan has copied these arrays: they are freed before it runs */
     run->args = *args;
     take_results(sizes, &run->args);
-    if (below(2)) run->args.block_scores = NULL; /* without block_scores, query tokens are computed in blocks */
     run->args.q_dtype = below(3);
     run->args.q = take_queries(args->q, numbers, (pp_dtype)run->args.q_dtype);
     run->args.num_threads = ONE_OF(-5, 0, 1, 2, 3, 5, 8, 64, 100000, INT32_MAX);
@@ -226,7 +223,6 @@ static void check_refused(const scenario *s, const pp_decode_args *args, const r
     size_t bytes;
     take_results(sizes, &bad);
     take_results(sizes, &before);
-    if (below(2)) bad.block_scores = NULL;
     CHECK(pp_decode_workspace(&bad, &bytes) == PP_OK);
     void *workspace = taken[num_taken++] = scenario_memory(bytes);
     if (way == 0) lens[seq] = ONE_OF(-1, INT32_MIN, s->width * s->pool.layout.block_size + 1);
@@ -270,12 +266,11 @@ int main(int argc, char **argv) {
         draw_scenario(&s);
         draw_args(&s, &args);
         const size_t rows = (size_t)scenario_row_count(&s);
-        const results sizes = {(size_t)scenario_out_count(&s) * sizeof(float), rows * sizeof(float),
-                               rows * (size_t)s.width * sizeof(float)};
+        const results sizes = {(size_t)scenario_out_count(&s) * sizeof(float), rows * sizeof(float)};
         take_results(&sizes, &args);
-        CHECK(pp_decode(&args, 1) == PP_OK);
+        scenario_decode_apart(&s, &args);
         if (round % 4 == 0) scenario_check(&s, &args);
-        sum = mixed(mixed(mixed(sum, args.out, sizes.out), args.lse, sizes.lse), args.block_scores, sizes.scores);
+        sum = mixed(mixed(sum, args.out, sizes.out), args.lse, sizes.lse);
         const int kept = num_taken;
         for (int i = 0; i < 4; i++, give_back(kept)) check_plans(&s, &args, &sizes);
         for (int i = 0; i < 3 && s.num_seqs; i++, give_back(kept)) check_refused(&s, &args, &sizes);

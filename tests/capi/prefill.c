@@ -83,7 +83,6 @@ static void check_threads(const scenario *s, const pp_decode_args *right, int nu
     range ranges[RANGES];
     size_t bytes;
     args.num_threads = num_threads;
-    args.block_scores = NULL;
     args.out = scenario_memory(out_bytes);
     args.lse = (float *)scenario_memory(rows * sizeof(float));
     CHECK(pp_decode_workspace(&args, &bytes) == PP_OK);
@@ -115,12 +114,10 @@ static void check_dtype(pp_dtype dtype, int32_t block_size, int rounds) {
     scenario_args(&s, 0, (float *)scenario_memory((size_t)scenario_out_count(&s) * sizeof(float)),
                   (float *)scenario_memory(rows * sizeof(float)), &right);
     right.query_start_loc = s.starts;
-    right.block_scores = (float *)scenario_memory(rows * (size_t)s.width * sizeof(float)); /* decode's path */
-    CHECK(pp_decode(&right, 1) == PP_OK);
+    scenario_decode_apart(&s, &right);
     for (int round = 0; round < rounds; round++) check_threads(&s, &right, round % 4);
     free(right.out);
     free(right.lse);
-    free(right.block_scores);
     scenario_free(&s);
 }
 

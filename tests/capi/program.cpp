@@ -35,14 +35,12 @@ static void decode_latent() {
     const int32_t widths[] = {3, 0};
     const size_t rows = static_cast<size_t>(scenario_row_count(&s));
     std::vector<float> out(static_cast<size_t>(scenario_out_count(&s))), lse(rows);
-    std::vector<float> scores(rows * static_cast<size_t>(s.width));
     pp_decode_args args;
     scenario_args(&s, 0, out.data(), lse.data(), &args);
     args.query_start_loc = s.starts;
     args.custom_mask = tree;
     args.mask_indptr = indptr;
     args.mask_widths = widths;
-    args.block_scores = scores.data();
     CHECK(pp_decode(&args, 3) == PP_OK);
     scenario_check(&s, &args);
     scenario_free(&s);

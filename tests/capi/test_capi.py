@@ -102,7 +102,9 @@ def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(isa,
         assert run_on(isa, "variants.c") == run_on(ISAS[0], "variants.c")
 
 
-@pytest.mark.skipif("avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="kernels of AMX use AVX512_BF16, too")
+@pytest.mark.skipif(
+    "avx512_bf16" not in Path("/proc/cpuinfo").read_text(), reason="kernels of AMX use AVX512_BF16, too"
+)
 @pytest.mark.skipif("amx" in ISAS, reason="this CPU has AMX: the test above runs the instructions")
 def test_instructions_of_amx_have_the_bits_of_vectors(run_on):
     """Runs the AMX instructions, which a handler of SIGILL emulates."""

@@ -64,9 +64,7 @@ static void add_bits(const void *data, size_t bytes) {
 static void check_variant(const scenario *s, int variant, pp_arithmetic arithmetic) {
     pp_decode_args args;
     const size_t rows = (size_t)scenario_row_count(s), out_bytes = (size_t)scenario_out_count(s) * sizeof(float);
-    const size_t score_bytes = rows * (size_t)s->width * sizeof(float);
     scenario_args(s, 0, at_the_end(NULL, out_bytes), at_the_end(NULL, rows * sizeof(float)), &args);
-    args.block_scores = at_the_end(NULL, score_bytes);
     set_variant(s, variant, &args);
     args.arithmetic = arithmetic;
     CHECK(pp_decode(&args, 1) == PP_OK);
@@ -74,17 +72,9 @@ static void check_variant(const scenario *s, int variant, pp_arithmetic arithmet
     pp_decode_args again = args;
     again.out = at_the_end(NULL, out_bytes);
     again.lse = at_the_end(NULL, rows * sizeof(float));
-    again.block_scores = at_the_end(NULL, score_bytes);
     CHECK(pp_decode(&again, 4) == PP_OK);
     CHECK(memcmp(args.out, again.out, out_bytes) == 0 && memcmp(args.lse, again.lse, rows * sizeof(float)) == 0);
-    CHECK(memcmp(args.block_scores, again.block_scores, score_bytes) == 0);
     add_bits(args.out, out_bytes);
-    add_bits(args.block_scores, score_bytes);
-    if (arithmetic != PP_BF16X2 || variant % 7) return;
-    again.block_scores = NULL; /* other kernels, with AMX */
-    memset(again.out, 0xff, out_bytes);
-    CHECK(pp_decode(&again, 1) == PP_OK);
-    CHECK(memcmp(args.out, again.out, out_bytes) == 0 && memcmp(args.lse, again.lse, rows * sizeof(float)) == 0);
 }
 
 static uint16_t rounded(float value, pp_dtype dtype) {
@@ -107,8 +97,7 @@ static uint16_t *narrowed(const float *from, size_t count, pp_dtype dtype) {
     return to;
 }
 
-/* Prompts have the bits of decode with block_scores, which does not group query tokens; queries and results of every
- * dtype. */
+/* Prompts have the bits of rows that are computed apart; queries and results of every dtype. */
 static void check_prompts(const scenario *s, int variant, pp_arithmetic arithmetic) {
     const size_t rows = (size_t)scenario_row_count(s), elements = (size_t)scenario_out_count(s);
     pp_decode_args right;
@@ -116,13 +105,11 @@ static void check_prompts(const scenario *s, int variant, pp_arithmetic arithmet
     set_variant(s, variant, &right);
     right.query_start_loc = s->starts;
     right.arithmetic = arithmetic;
-    right.block_scores = scenario_memory(rows * (size_t)s->width * sizeof(float));
-    CHECK(pp_decode(&right, 1) == PP_OK);
+    scenario_decode_apart(s, &right);
     for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
         for (int num_threads = dtype == PP_F32 ? 1 : 4; num_threads <= 4; num_threads += 3) {
             pp_decode_args args = right;
             const size_t item = dtype == PP_F32 ? sizeof(float) : sizeof(uint16_t);
-            args.block_scores = NULL;
             args.q_dtype = args.out_dtype = dtype;
             if (dtype != PP_F32) /* also exact in f32 */
                 args.q = narrowed(s->q, rows * (size_t)s->pool.layout.head_dim, (pp_dtype)dtype);
@@ -139,7 +126,6 @@ static void check_prompts(const scenario *s, int variant, pp_arithmetic arithmet
         }
     free(right.out);
     free(right.lse);
-    free(right.block_scores);
 }
 
 static const int32_t *zeros_within(float *memory, int32_t count) {
@@ -154,7 +140,6 @@ static void check_ends_of_results(const scenario *s, const pp_decode_args *args)
     unsigned char *memory = scenario_memory(elements * sizeof(float) + rows * sizeof(float)), before = memory[0];
     bad.out = memory;
     bad.out_dtype = PP_BF16;
-    bad.block_scores = NULL;
     bad.lse = (float *)(memory + elements * sizeof(uint16_t) - sizeof(float));
     CHECK(pp_prefill(&bad, 1) == PP_INVALID_ARGUMENT && memory[0] == before);
     bad.lse = (float *)(memory + elements * sizeof(uint16_t));
@@ -173,7 +158,6 @@ static void check_overlaps(const scenario *s) {
     const size_t rows = (size_t)scenario_row_count(s);
     scenario_args(s, 0, scenario_memory((size_t)scenario_out_count(s) * sizeof(float)),
                   scenario_memory(rows * sizeof(float)), &args);
-    args.block_scores = scenario_memory(rows * (size_t)s->width * sizeof(float));
     args.query_start_loc = s->starts;
     make_masks(s, &args);
     float *out = args.out, first = out[0];
@@ -182,14 +166,14 @@ static void check_overlaps(const scenario *s) {
         bad = args;
         if (way == 0) bad.out = (float *)(uintptr_t)s->q;
         if (way == 1) bad.lse = out + scenario_out_count(s) - 1;
-        if (way == 2) bad.block_scores = args.lse;
+        if (way == 2) bad.out = args.lse;
         if (way == 3) bad.out = (float *)(s->pool.base + s->pool.num_blocks * s->pool.layout.block_bytes - 4);
         if (way == 4) bad.lse = (float *)(uintptr_t)s->tables;
-        if (way == 5) bad.block_scores = (float *)(uintptr_t)s->seq_lens;
+        if (way == 5) bad.lse = (float *)(uintptr_t)s->seq_lens;
         if (way == 6) bad.lse = (float *)(uintptr_t)s->starts;
         if (way == 7) bad.sinks = bad.lse;
         if (way == 8) bad.alibi_slopes = bad.out;
-        if (way == 9) bad.custom_mask = (const uint8_t *)bad.block_scores;
+        if (way == 9) bad.custom_mask = (const uint8_t *)bad.lse;
         if (way == 10) bad.mask_widths = zeros_within(bad.out, s->num_seqs);
         if (way == 11) bad.out = NULL;
         if (way == 12) bad.seq_lens = NULL;
@@ -253,12 +237,11 @@ static void check_overlaps(const scenario *s) {
     CHECK(pp_decode(&bad, 1) == PP_INVALID_ARGUMENT); /* a mask without indptr */
     memset(s->starts, 0, (size_t)(s->num_seqs + 1) * sizeof(int32_t)); /* no query token: nothing is read or written */
     bad = args;
-    bad.q = bad.out = bad.lse = bad.block_scores = NULL;
+    bad.q = bad.out = bad.lse = NULL;
     bad.custom_mask = NULL;
     CHECK(pp_decode(&bad, 1) == PP_OK && pp_decode(&bad, 4) == PP_OK);
     free(args.out);
     free(args.lse);
-    free(args.block_scores);
 }
 
 static void count_queries(scenario *s, const int32_t *counts) {
@@ -339,7 +322,6 @@ static void check_guards(pp_dtype dtype, int prompts) {
     const int32_t ids[2] = {s.tables[0], s.tables[s.width]};
     good.block_tables_stride = good.block_tables_width = 1;
     good.block_tables = at_the_end(ids, sizeof ids);
-    if (!prompts) good.block_scores = at_the_end(NULL, rows * sizeof(float));
     good.q = at_the_end(s.q, rows * 64 * sizeof(float));
     good.seq_lens = at_the_end(s.seq_lens, sizeof lens);
     good.query_start_loc = at_the_end(s.starts, 3 * sizeof(int32_t));
@@ -350,7 +332,7 @@ static void check_guards(pp_dtype dtype, int prompts) {
     good.sinks = at_the_end(numbers, sizeof numbers);
     CHECK(pp_decode(&good, 1) == PP_OK);
     check_fault(NULL, (const char *)good.sinks + sizeof numbers);
-    for (int which = 0; which < (prompts ? 11 : 12); which++) {
+    for (int which = 0; which < 11; which++) {
         pp_decode_args moved = good;
         pp_kv_pool moved_pool = pool;
         if (which == 0) moved_pool.base += 4;
@@ -364,7 +346,6 @@ static void check_guards(pp_dtype dtype, int prompts) {
         if (which == 8) moved.sinks++;
         if (which == 9) moved.out = (float *)good.out + 1;
         if (which == 10) moved.lse++;
-        if (which == 11) moved.block_scores++;
         moved.pool = &moved_pool;
         check_fault(&moved, NULL);
     }

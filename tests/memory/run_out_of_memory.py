@@ -149,7 +149,7 @@ OPERATIONS = {
     "decode of trees": lambda world: world.decode(custom_mask=[np.ones((2, 2), bool), None]),
     "decode of bits": lambda world: world.decode(custom_mask=np.full(4, 255, np.uint8)),
     "decode by tables of int64": lambda world: world.decode(np.int64),
-    "decode with every result": lambda world: world.decode(return_lse=True, return_block_scores=True),
+    "decode with every result": lambda world: world.decode(return_lse=True),
     "prefill": lambda world: world.prefill(),
     "page": lambda world: world.pool.page(3),
     "numpy": lambda world: world.pool.numpy(),
