@@ -32,7 +32,6 @@ KINDS = {
     "int8": ("int8", "int8"),
     "int4": ("int4", "int4"),
     "int8 / int4": ("int8", "int4"),
-    "bfloat16 / int8": ("bfloat16", "int8"),
 }
 
 

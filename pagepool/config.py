@@ -65,8 +65,8 @@ class KvLayout:
         Whether the first `v_head_dim` dimensions of a key are its value, stored once. This is the latent cache of
         multi-head latent attention.
     v_dtype : str, dtype or None
-        Dtype of the stored values. None, which an equal dtype becomes: `dtype`. `block_size` must be a multiple of 16
-        if the two differ or one of them is quantised.
+        Dtype of the stored values. None, which an equal dtype becomes: `dtype`. The only other choice is "int4" for
+        keys in "int8". `block_size` must be a multiple of 16 if the dtypes are quantised.
 
     Raises
     ------
@@ -117,8 +117,12 @@ class KvLayout:
                 raise ValueError(f"{name} must be one of {known}, not {dtype!r}")
         if self.v_dtype == self.dtype:
             object.__setattr__(self, "v_dtype", None)
-        if self.is_mixed and (self.v_in_k or self.block_size % GROUP):
-            reason = "V in K" if self.v_in_k else f"a block_size of {self.block_size}, no multiple of {GROUP}"
+        if self.v_dtype is not None and (self.dtype, self.v_dtype) != ("int8", "int4"):
+            raise ValueError(
+                f"v_dtype must be equal to dtype, or int4 for a dtype of int8, not {self.v_dtype} for {self.dtype}"
+            )
+        if self.is_quantised and (self.v_in_k or self.block_size % GROUP):
+            reason = "V in K" if self.v_in_k else f"a block_size of {self.block_size}, which is no multiple of {GROUP}"
             raise ValueError(f"K of {self.dtype} and V of {self.v_dtype or self.dtype} cannot be stored with {reason}")
         if self.block_bytes >= MAX_BLOCK_BYTES:
             raise ValueError(f"a block must have fewer than {MAX_BLOCK_BYTES} bytes, not {self.block_bytes}")
@@ -134,9 +138,9 @@ class KvLayout:
         return self.num_kv_heads * (self.head_dim + (0 if self.v_in_k else self.v_head_dim))
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether keys or values are quantised, or their dtypes differ. Such a pool shows its pages as bytes."""
-        return self.v_dtype is not None or self.dtype in QUANTISED_BITS
+    def is_quantised(self) -> bool:
+        """Whether keys and values are quantised. Such a pool shows its pages as bytes."""
+        return self.dtype in QUANTISED_BITS
 
     @property
     def token_bytes(self) -> int:

@@ -26,7 +26,7 @@
  * Plain layouts (any other block_size): one group of block_size tokens, K [block_size][head_dim], V
  * [block_size][v_head_dim].
  *
- * In tiled layouts K and V may have different dtypes, each in its order above.  Quantised K or V has an f32 scale for
+ * In tiled layouts K and V may be quantised, in the same dtype or K in int8 and V in int4.  They have an f32 scale for
  * each token and head, stored after the head's elements of the group.  The value of an element is integer * scale; for
  * K it is also multiplied by the channel scale, if the pool has channel scales.
  *
@@ -102,8 +102,8 @@ PP_API pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int
 PP_API pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
                                      int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype);
 
-/* The same for K and V with different or quantised dtypes.  These require a block_size that is a multiple of 16; v_in_k
- * is not supported. */
+/* The same for K in `dtype` and V in `v_dtype`: equal, or PP_INT8 and PP_INT4.  Quantised dtypes require a block_size that
+ * is a multiple of 16; v_in_k is not supported. */
 PP_API pp_status pp_kv_layout_init_dtypes(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads,
                                           int32_t head_dim, int32_t v_head_dim, int32_t block_size, pp_dtype dtype,
                                           pp_dtype v_dtype);

@@ -16,7 +16,7 @@ pp_status pp_check_decode(const pp_decode_args *args) {
         !(scale <= 2e38f) || (cap != 0.0f && !(cap >= 1e-30f && cap <= 1e30f)) ||
         (args->num_seqs && (!args->seq_lens || (args->block_tables_width && !args->block_tables))) ||
         args->arithmetic < PP_EXACT || args->arithmetic > PP_BF16X2 ||
-        (args->arithmetic != PP_EXACT && (pp_is_mixed(layout) || layout->dtype == PP_F32)) ||
+        (args->arithmetic != PP_EXACT && (pp_is_quantised(layout->dtype) || layout->dtype == PP_F32)) ||
         args->q_dtype < PP_F32 || args->q_dtype > PP_BF16 || args->out_dtype < PP_F32 || args->out_dtype > PP_BF16 ||
         (args->custom_mask && (!args->mask_indptr || !args->mask_widths)))
         return PP_INVALID_ARGUMENT;

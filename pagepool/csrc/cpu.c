@@ -147,7 +147,7 @@ const pp_kernels *pp_kernels_get(void) {
     return kernels;
 }
 
-const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels) {
+const pp_kernels *pp_kernels_quantised(const pp_kernels *kernels) {
 #if defined(__x86_64__)
     const int needs_vnni = kernels == &pp_kernels_avx512 || kernels == &pp_kernels_avx512_wide;
     if (needs_vnni && !runs_vnni()) return &pp_kernels_avx2;

@@ -34,7 +34,7 @@ PP_INLINE int k_pair_bytes(const int DT) { return 2 * PP_GROUP * item_bytes(DT);
  * in 0.91 to 0.92 of the time), if K and V have the same number of lines, in whole runs. */
 enum { QUARTERS = PP_PREFETCH_TWICE + 1, LATE_QUARTERS };
 PP_INLINE int part_mode(const int DT, int mode, int place, int parts, const pp_tile *tile) {
-    if (DT == PP_MIXED || !mode || parts == 1) return place == 0 ? mode : PP_PREFETCH_NONE;
+    if (DT == PP_QUANTISED || !mode || parts == 1) return place == 0 ? mode : PP_PREFETCH_NONE;
     if (item_bytes(DT) == 2 || tile->head_dim != tile->v_head_dim || tile->head_dim % PP_V_RUN || !tile->next_v[0])
         return place == 1 ? PP_PREFETCH_TWICE : PP_PREFETCH_NONE;
     return place == 0 ? QUARTERS : place == 1 ? LATE_QUARTERS : PP_PREFETCH_NONE;
@@ -327,7 +327,7 @@ PP_INLINE void tile_values(const int DT, int heads, const stages *of, const pp_t
     if (d < dims) PP_BY_DTYPE(DT, values_left)(heads, tile, d, from, to, p, o);
 }
 
-PP_FOR_HEADS(make_weights_of, PP_MIXED, (int heads, float *s, float *m, float *rows, int64_t row_stride, float *rescale,
+PP_FOR_HEADS(make_weights_of, PP_QUANTISED, (int heads, float *s, float *m, float *rows, int64_t row_stride, float *rescale,
                                          int *raised),
              (heads, s, m, rows, row_stride, rescale, raised),
              *raised = make_weights(HEADS, s, m, rows, row_stride, rescale))

@@ -1,6 +1,6 @@
 /* decode_kernel.h: one chunk of decode attention.
  *
- * Included once per ISA.  DT is a constant: the dtype of the pages, or PP_MIXED.  The loop visits each tile of 32
+ * Included once per ISA.  DT is a constant: the dtype of the pages, or PP_QUANTISED.  The loop visits each tile of 32
  * tokens (two groups of 16, in two pages or one) and each kv head, with up to PP_MAX_HEADS query heads at once:
  *
  *   scores   32 tokens in parallel, dims one after another; each K load serves all heads
@@ -10,8 +10,8 @@
  * The order of every sum depends only on absolute token positions; pagepool/reference/canonical.py specifies it.  The
  * number of heads that share a load and the number of vectors in flight do not change any bit. */
 
-/* Selects the function for DT, which may be PP_MIXED. */
-#define PP_BY_PAGES(DT, name) ((DT) == PP_MIXED ? name##_mixed : PP_BY_DTYPE(DT, name))
+/* Selects the function for DT, which may be PP_QUANTISED. */
+#define PP_BY_PAGES(DT, name) ((DT) == PP_QUANTISED ? name##_quantised : PP_BY_DTYPE(DT, name))
 
 /* Runs one part of a kv head's rows: rows that see the same tokens of the tile.  They begin at row `from` of the head,
  * which is row `row` of all rows. */
@@ -20,7 +20,7 @@ PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32
     const int32_t q_step = PP_PAIR_FLOATS * (to - from);
     const float *q = work->q + (int64_t)row * (tile->head_dim / 2 * PP_PAIR_FLOATS);
 #if PP_STEPS
-    if (DT != PP_MIXED && tile->step) {
+    if (DT != PP_QUANTISED && tile->step) {
         tile->row = from;
         for (int32_t i = row; work->seen && i < row + to - from; i++) work->seen[i] = 1.0f;
         float *rows = work->rows + row * work->row_stride, *m = work->m + row;
@@ -65,7 +65,7 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
     const int64_t run_bytes = ((work->part_end + parts - 1) / parts - head_begin) * layout->head_bytes;
     const int mode = layout->tiled ? PP_PREFETCH_TWICE : PP_PREFETCH_NONE;
     const int opens = mode && !PP_WIDE;
-    const int in_steps = PP_STEPS && DT != PP_MIXED && mode;
+    const int in_steps = PP_STEPS && DT != PP_QUANTISED && mode;
     const int steps = in_steps && !scratch && layout->v_head_dim % PP_V_RUN == 0;
     const int64_t first_tile = work->first / PP_TILE * PP_TILE, head_bytes = layout->head_bytes;
     const int64_t first_head = head_begin * head_bytes;
@@ -96,16 +96,16 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
             const int more_heads = end < work->part_end;
             const int64_t at = head * head_bytes, next_at = more_heads ? at + head_bytes : first_head;
             const unsigned char *const *then = more_heads ? groups : next;
-            if (DT != PP_MIXED && !layout->tiled) pack_tile(work, tiled, begin, head, scratch);
+            if (DT != PP_QUANTISED && !layout->tiled) pack_tile(work, tiled, begin, head, scratch);
             for (int i = 0; i < 4; i++) {
                 tile.k[i] = groups[i] + at;
                 tile.v[i] = tile.k[i] + layout->k_bytes;
                 tile.next_k[i] = then[i] + next_at;
-                tile.next_v[i] = scratch && DT != PP_MIXED ? NULL : tile.next_k[i] + layout->k_bytes;
+                tile.next_v[i] = scratch && DT != PP_QUANTISED ? NULL : tile.next_k[i] + layout->k_bytes;
             }
             for (int i = 0; i < 2 && scratch; i++) {
                 unsigned char *group = scratch + i * tiled->head_bytes;
-                if (DT == PP_MIXED) {
+                if (DT == PP_QUANTISED) {
                     tile.k[i] = bring_in(layout->dtype, 0, layout->head_dim, tile.k[i], group);
                     tile.v[i] = bring_in(layout->v_dtype, 1, layout->v_head_dim, tile.v[i], group + tiled->k_bytes);
                     if (mode) prefetch_into_l2(tile.next_k[i], (int)layout->head_bytes);
@@ -134,12 +134,12 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
 }
 
 PP_FOR_DTYPES(walk, (const pp_chunk *work, const pp_kv_layout *tiled), work, tiled)
-PP_FOR_DTYPE(walk, mixed, PP_MIXED, (const pp_chunk *work, const pp_kv_layout *tiled), work, tiled)
+PP_FOR_DTYPE(walk, quantised, PP_QUANTISED, (const pp_chunk *work, const pp_kv_layout *tiled), work, tiled)
 
 PP_INLINE void chunk(const int DT, const pp_chunk *work) {
     const pp_kv_layout *layout = &work->pool->layout;
     pp_kv_layout tiled = *layout;
-    if (DT == PP_MIXED) {
+    if (DT == PP_QUANTISED) {
         tiled.k_bytes = pp_brought_in_bytes(layout->dtype, layout->head_dim);
         tiled.head_bytes = pp_brought_in_bytes_of(layout);
     } else if (work->scratch) {
@@ -157,4 +157,4 @@ PP_INLINE void chunk(const int DT, const pp_chunk *work) {
 static void chunk_f32(const pp_chunk *work) { chunk(PP_F32, work); }
 static void chunk_f16(const pp_chunk *work) { chunk(PP_F16, work); }
 static void chunk_bf16(const pp_chunk *work) { chunk(PP_BF16, work); }
-static void chunk_mixed(const pp_chunk *work) { chunk(PP_MIXED, work); }
+static void chunk_quantised(const pp_chunk *work) { chunk(PP_QUANTISED, work); }

@@ -78,9 +78,8 @@ PP_INLINE int make_weights(const int HEADS, float *s, float *m, float *rows, int
     return raised;
 }
 
-/* DT, the dtype of a page, is a constant argument of the functions that read pages: a pp_dtype, or PP_MIXED if K, V or
- * both are quantised or their dtypes differ. */
-enum { PP_MIXED = -1 };
+/* DT, the dtype of a page, is a constant argument of the functions that read pages: a pp_dtype, or PP_QUANTISED. */
+enum { PP_QUANTISED = -1 };
 
 /* Bytes of an element, and from one element of a row to the next: in bf16 two rows are interleaved. */
 PP_INLINE int item_bytes(const int DT) { return DT == PP_F32 ? 4 : 2; }

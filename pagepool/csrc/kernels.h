@@ -86,11 +86,10 @@ static inline void pp_list_groups(const pp_chunk *work, int64_t end, const unsig
     for (int i = 0; i < 4; i++) groups[count + i] = groups[count - 2 + i % 2];
 }
 
-/* Bytes of scratch for one head's K or V of a group, if the kernels of mixed pages cannot read the page directly. int4
- * is converted to the order of int8, and 16-bit floats to f32. */
+/* Bytes of scratch for one head's quantised K or V of a group, if the kernels cannot read the page directly: int4 is
+ * converted to the order of int8. */
 static inline int64_t pp_brought_in_bytes(int32_t dtype, int64_t dims) {
-    if (dtype == PP_INT4) return pp_scales_at(PP_INT8, dims) + PP_GROUP * (int64_t)sizeof(float);
-    return dtype == PP_F16 || dtype == PP_BF16 ? PP_GROUP * dims * (int64_t)sizeof(float) : 0;
+    return dtype == PP_INT4 ? pp_scales_at(PP_INT8, dims) + PP_GROUP * (int64_t)sizeof(float) : 0;
 }
 
 /* The same for K and V together. */
@@ -174,9 +173,8 @@ typedef struct pp_rows {
     const float *channel_scale; /* NULL, or a divisor for each dim, applied before quantising */
 } pp_rows;
 
-/* The ways to compute: exactly; by products of tiles ("bf16", "bf16x2": tiles_panel.h); or with pages that have
- * quantised K or V or different dtypes for K and V. */
-enum { PP_WAY_EXACT, PP_WAY_TILES, PP_WAY_MIXED, PP_NUM_WAYS };
+/* The ways to compute: exactly; by products of tiles ("bf16", "bf16x2": tiles_panel.h); or over quantised pages. */
+enum { PP_WAY_EXACT, PP_WAY_TILES, PP_WAY_QUANTISED, PP_NUM_WAYS };
 
 /* Kernels of PP_WAY_TILES. */
 typedef struct pp_tile_kernels {
@@ -223,7 +221,7 @@ typedef struct pp_quantised_rows {
 typedef struct pp_kernels {
     const char *name;
     void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
-    void (*chunk_mixed)(const pp_chunk *);
+    void (*chunk_quantised)(const pp_chunk *);
     const pp_tile_kernels *tiles;
     /* Reads K and V of one head of a chunk, in 16 bits, in the order of tiled pages.  Lists their groups: addresses in
      * the pages, or copies in `groups`, which has tiled_bytes bytes. */
@@ -273,9 +271,9 @@ extern const pp_tile_kernels pp_tiles_neon;
 extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 
-/* Returns the kernels to use for mixed pages and quantised weights: `kernels`, or kernels of AVX2 if the CPU lacks
+/* Returns the kernels to use for quantised pages and weights: `kernels`, or kernels of AVX2 if the CPU lacks
  * AVX512_VNNI. */
-const pp_kernels *pp_kernels_mixed(const pp_kernels *kernels);
+const pp_kernels *pp_kernels_quantised(const pp_kernels *kernels);
 
 /* The kernels in use.  They are selected at the first call and never change afterwards. */
 const pp_kernels *pp_kernels_get(void);

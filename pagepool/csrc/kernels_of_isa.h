@@ -24,7 +24,7 @@
 
 #include "prefill_common.h"
 #include "prefill_kernel.h"
-#include "prefill_mixed.h"
+#include "prefill_quantised.h"
 #include "linear_quantised_kernel.h"
 
 static void copy_f32(void *to, const float *from, int64_t n) { memcpy(to, from, (size_t)n * sizeof(float)); }
@@ -40,16 +40,16 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
     {                                                           \
         .name = isa,                                            \
         .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
-        .chunk_mixed = chunk_mixed,                             \
+        .chunk_quantised = chunk_quantised,                             \
         .tiles = &own_tiles,                                    \
         .tiled_bytes = tiled_bytes,                             \
         .read_tiled = read_tiled,                               \
         .merge = merge_chunks,                                  \
         .merge_rows = merge_rows,                               \
-        .pack_queries = {pack_queries, pack_plain_queries, pack_mixed_queries}, \
+        .pack_queries = {pack_queries, pack_plain_queries, pack_quantised_queries}, \
         .max_rows = PP_MAX_HEADS,                               \
-        .prefill = {prefill_exact, NULL, prefill_mixed},        \
-        .shared = {shared_exact, NULL, shared_mixed},           \
+        .prefill = {prefill_exact, NULL, prefill_quantised},        \
+        .shared = {shared_exact, NULL, shared_quantised},           \
         .panel_rows = PP_PANEL,                                 \
         .prefill_bytes = prefill_bytes,                         \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \

@@ -52,11 +52,11 @@ static void read_k(const pp_kv_layout *layout, const unsigned char *head, int32_
 
 static void read_v(const pp_kv_layout *layout, const unsigned char *head, int32_t token, void *v) {
     for (int32_t d = 0, n; d < layout->v_head_dim; d += n) {
-        const int64_t item = pp_dtype_bytes((pp_dtype)layout->v_dtype);
+        const int64_t item = layout->item_bytes;
         const unsigned char *from = head + layout->k_bytes + pp_v_index(layout, token, d) * item;
         unsigned char *to = (unsigned char *)v + d * item;
         n = run_of(layout, d);
-        if (layout->tiled && layout->v_dtype == PP_BF16)
+        if (layout->tiled && layout->dtype == PP_BF16)
             collect16((uint16_t *)to, (const uint16_t *)from, n, 2);
         else
             memcpy(to, from, (size_t)(n * item));
@@ -214,17 +214,12 @@ pp_status pp_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blo
         for (int32_t h = 0; h < layout->num_kv_heads; h++, head += layout->head_bytes) {
             if (pp_is_quantised(layout->dtype)) {
                 read_quantised(layout->dtype, 0, head, token, layout->head_dim, pp_channel_scale(pool, layer, h), k);
+                read_quantised(layout->v_dtype, 1, head + layout->k_bytes, token, layout->v_head_dim, NULL, v);
             } else {
                 read_k(layout, head, token, row);
                 kernels->widen[layout->dtype](k, row, layout->head_dim);
-            }
-            if (layout->v_in_k) {
-                memcpy(v, k, (size_t)layout->v_head_dim * sizeof(float));
-            } else if (pp_is_quantised(layout->v_dtype)) {
-                read_quantised(layout->v_dtype, 1, head + layout->k_bytes, token, layout->v_head_dim, NULL, v);
-            } else {
-                read_v(layout, head, token, row);
-                kernels->widen[layout->v_dtype](v, row, layout->v_head_dim);
+                if (!layout->v_in_k) read_v(layout, head, token, row);
+                kernels->widen[layout->dtype](v, row, layout->v_head_dim);
             }
             k += layout->head_dim;
             v += layout->v_head_dim;

@@ -59,7 +59,7 @@ pp_status pp_linear_quantised(const void *x, pp_dtype dtype, int64_t rows, int64
     job work = {
         .rows = {.scales = (pp_quantised_scale *)memory, .q = (int8_t *)(memory + rows * groups * of_group),
                  .count = rows, .inputs = inputs, .groups = groups, .dtype = dtype},
-        .x = x, .kernels = pp_kernels_mixed(pp_kernels_get()), .stride = inputs * (dtype == PP_F32 ? 4 : 2),
+        .x = x, .kernels = pp_kernels_quantised(pp_kernels_get()), .stride = inputs * (dtype == PP_F32 ? 4 : 2),
         .out = out, .weights = weights};
     for (int32_t i = 0; i < num_weights; i++) {
         work.outputs += weights[i].outputs;

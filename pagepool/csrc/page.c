@@ -18,12 +18,18 @@ static int64_t bytes_of(pp_dtype dtype, int64_t dims, int64_t tokens) {
     return dims * tokens * pp_dtype_bytes(dtype);
 }
 
+/* K and V have the same dtype, or K is int8 and V is int4, which is between int8 and int4 in bytes and in error
+ * (docs/guide/attention.md). */
+static int is_pair(int32_t dtype, int32_t v_dtype) {
+    return is_dtype(dtype) && (dtype == v_dtype || (dtype == PP_INT8 && v_dtype == PP_INT4));
+}
+
 static pp_status init(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
                       int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype, pp_dtype v_dtype) {
     const int tiled = block_size % PP_GROUP == 0;
     if (num_layers < 1 || num_kv_heads < 1 || !is_head_dim(head_dim) || !is_head_dim(v_head_dim) ||
-        (v_in_k && v_head_dim > head_dim) || block_size < 1 || block_size > PP_MAX_BLOCK_SIZE || !is_dtype(dtype) ||
-        !is_dtype(v_dtype) || ((dtype != v_dtype || pp_is_quantised(dtype)) && (!tiled || v_in_k)))
+        (v_in_k && v_head_dim > head_dim) || block_size < 1 || block_size > PP_MAX_BLOCK_SIZE ||
+        !is_pair(dtype, v_dtype) || (pp_is_quantised(dtype) && (!tiled || v_in_k)))
         return PP_INVALID_ARGUMENT;
     const int64_t tokens = tiled ? PP_GROUP : block_size;
     const int64_t k_bytes = bytes_of(dtype, head_dim, tokens);

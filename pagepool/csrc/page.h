@@ -6,11 +6,6 @@
 
 static inline int pp_is_quantised(int32_t dtype) { return dtype >= PP_INT8; }
 
-/* Returns 1 if K and V need kernels for mixed pages: their dtypes differ, or they are quantised. */
-static inline int pp_is_mixed(const pp_kv_layout *layout) {
-    return layout->dtype != layout->v_dtype || pp_is_quantised(layout->dtype);
-}
-
 /* Offset of the scales of a head's quantised K or V, in bytes from its first element in the group. */
 static inline int64_t pp_scales_at(int32_t dtype, int64_t dims) {
     return dtype == PP_INT4 ? dims * PP_GROUP / 2 : dims * PP_GROUP;
@@ -63,7 +58,7 @@ static inline int64_t pp_v_index(const pp_kv_layout *layout, int32_t token, int3
     if (!layout->tiled) return (int64_t)token * layout->v_head_dim + dim;
     int32_t run = dim / PP_V_RUN, column = dim % PP_V_RUN, width = pp_run_width(layout->v_head_dim, dim);
     int64_t start = (int64_t)run * PP_V_RUN * PP_GROUP;
-    if (layout->v_dtype == PP_BF16) return start + (int64_t)(token / 2) * (2 * width) + column * 2 + token % 2;
+    if (layout->dtype == PP_BF16) return start + (int64_t)(token / 2) * (2 * width) + column * 2 + token % 2;
     return start + (int64_t)token * width + column;
 }
 

@@ -21,7 +21,7 @@ static inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 
 
 /* The arithmetic of a call: one of PP_WAY_... */
 static inline int way_of(const pp_decode_args *args) {
-    if (pp_is_mixed(&args->pool->layout)) return PP_WAY_MIXED;
+    if (pp_is_quantised(args->pool->layout.dtype)) return PP_WAY_QUANTISED;
     return args->arithmetic == PP_EXACT ? PP_WAY_EXACT : PP_WAY_TILES;
 }
 
@@ -39,7 +39,7 @@ static inline extent extent_of(const pp_decode_args *args, int32_t seq_len, int3
 
 static inline const pp_kernels *kernels_of(const pp_decode_args *args) {
     const pp_kernels *kernels = pp_kernels_get();
-    return way_of(args) == PP_WAY_MIXED ? pp_kernels_mixed(kernels) : kernels;
+    return way_of(args) == PP_WAY_QUANTISED ? pp_kernels_quantised(kernels) : kernels;
 }
 
 /* Number of rows of a panel, and bytes of scratch for `rows` rows of a block of query tokens. */
@@ -77,11 +77,11 @@ static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int6
 }
 
 /* Bytes of scratch for two groups of one head, if the kernel reorders them before it reads them: K and V of plain
- * pages, V that is a part of K, and dtypes that the kernels of mixed pages cannot read in place. */
+ * pages, V that is a part of K, and dtypes that the kernels of quantised pages cannot read in place. */
 static inline size_t scratch_of(const pp_decode_args *args) {
     const pp_kv_layout *layout = &args->pool->layout;
     if (way_of(args) == PP_WAY_TILES) return panel_bytes_of(args, panel_rows_of(args));
-    if (pp_is_mixed(layout)) return (size_t)(2 * pp_brought_in_bytes_of(layout));
+    if (pp_is_quantised(layout->dtype)) return (size_t)(2 * pp_brought_in_bytes_of(layout));
     const int64_t k_dims = layout->tiled ? 0 : layout->head_dim;
     const int64_t dims = k_dims + (layout->tiled && !layout->v_in_k ? 0 : layout->v_head_dim);
     return (size_t)(2 * PP_GROUP * dims * layout->item_bytes);

@@ -1,4 +1,4 @@
-/* prefill_common.h: the parts of prefill that exact arithmetic and mixed pages share.  Included once per ISA, after the
+/* prefill_common.h: the parts of prefill that exact arithmetic and quantised pages share.  Included once per ISA, after the
  * decode kernels of all dtypes.
  *
  * A panel is PP_PANEL rows of one kv head (a row: one query head of one query token): a tile of a matrix product.  No
@@ -55,14 +55,14 @@ static int64_t lay_out(const pp_kv_layout *layout, int32_t rows, unsigned char *
     scratch->rows = carve(memory, &at, padded * row_stride * item);
     scratch->sums = carve(memory, &at, PP_PANEL * row_stride * item);
     scratch->widened = carve(memory, &at, PP_PANEL * dims * item);
-    const int mixed = pp_is_mixed(layout);
-    const int in_place = !mixed && layout->tiled && !layout->v_in_k && layout->dtype == PP_F32;
-    const int64_t group_bytes = mixed      ? pp_brought_in_bytes_of(layout)
+    const int quantised = pp_is_quantised(layout->dtype);
+    const int in_place = !quantised && layout->tiled && !layout->v_in_k && layout->dtype == PP_F32;
+    const int64_t group_bytes = quantised  ? pp_brought_in_bytes_of(layout)
                                 : in_place ? 0
                                            : wide_bytes(layout, 1);
     const int64_t page_bytes = 2 * PP_GROUP * (dims + layout->v_head_dim) * layout->item_bytes;
     scratch->groups = carve(memory, &at, PP_CHUNK / PP_GROUP * group_bytes);
-    scratch->staging = carve(memory, &at, mixed || in_place ? 0 : page_bytes);
+    scratch->staging = carve(memory, &at, quantised || in_place ? 0 : page_bytes);
     return at;
 }
 

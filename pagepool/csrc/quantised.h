@@ -1,5 +1,5 @@
-/* quantised.h: the work on a tile of pages with quantised K or V, or with different dtypes of K and V.  Included once
- * per ISA, after one of simd_vnni.h, simd_madd.h, simd_sdot.h and simd_int.h.
+/* quantised.h: the work on a tile of quantised pages.  Included once per ISA, after one of simd_vnni.h, simd_madd.h,
+ * simd_sdot.h and simd_int.h.
  *
  * Sums over quantised elements are sums of integers, so their order does not change the result: every instruction set,
  * decode and prefill have the same bits.  The factors that are multiplied with them are converted to integers as well
@@ -12,8 +12,7 @@
  * times sm_scale, and 128 times the sum of its integers.  The second word is needed because stored K is the integer
  * plus 128.
  *
- * K or V that is not quantised is read as f32 and added in the order of exact arithmetic.  If the kernels cannot read K
- * or V directly (int4, 16 bit), they copy it to scratch first: int4 in the order of int8, 16 bit as f32. */
+ * int4 is copied to scratch first, in the order of int8. */
 
 enum { INT_MOST = 32512, INT_WORDS = 2, INT_COLUMNS = PP_GROUP / PP_LANES };
 
@@ -46,13 +45,10 @@ static void transpose_quantised(float *to, const float *end, int64_t step, const
     }
 }
 
-static void pack_mixed_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
+static void pack_quantised_queries(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
                                int32_t num_queries, float sm_scale, const float *channel_scale) {
-    if (pp_is_quantised(layout->dtype))
-        pack_parts(transpose_quantised, INT_WORDS, to, from, layout, group_size, num_queries, pp_in_base_2(sm_scale),
-                   channel_scale);
-    else
-        pack_queries(to, from, layout, group_size, num_queries, sm_scale, NULL);
+    pack_parts(transpose_quantised, INT_WORDS, to, from, layout, group_size, num_queries, pp_in_base_2(sm_scale),
+               channel_scale);
 }
 
 /* Two loops, because PP_UNROLL unrolls at most 16 iterations.  A remaining loop would keep all sums in memory. */
@@ -238,91 +234,24 @@ PP_INLINE void int_values(const int HEADS, const unsigned char *const *v, const 
     }
 }
 
-/* f32 scores: the sum over even dims, or the sum over ODD dims, which is added to it. */
-PP_INLINE void wide_chain(const int HEADS, const int ODD, const float *k, int32_t head_dim, const float *q, int q_step,
-                          float *s) {
-    enum { VECTORS = PP_GROUP / PP_LANES };
-    pp_v sum[PP_MAX_HEADS * VECTORS];
-    PP_UNROLL for (int i = 0; i < HEADS * VECTORS; i++) sum[i] = v_set1(0.0f);
-    k += ODD * PP_GROUP;
-    q += ODD;
-    for (int32_t d = 0; d < head_dim; d += 2, k += 2 * PP_GROUP, q += q_step) {
-        pp_v x[VECTORS];
-        PP_UNROLL for (int j = 0; j < VECTORS; j++) x[j] = v_load(k + j * PP_LANES);
-        PP_UNROLL for (int h = 0; h < HEADS; h++) {
-            const pp_broadcast all = v_broadcast(q + 2 * h);
-            PP_UNROLL for (int j = 0; j < VECTORS; j++)
-                sum[h * VECTORS + j] = v_fma_broadcast(x[j], all, sum[h * VECTORS + j]);
-        }
-    }
-    PP_UNROLL for (int h = 0; h < HEADS; h++)
-        PP_UNROLL for (int j = 0; j < VECTORS; j++)
-            store_chains(!ODD, ODD, s + h * PP_TILE + j * PP_LANES, sum[h * VECTORS + j], sum[h * VECTORS + j]);
-}
-
-PP_INLINE void wide_scores(const int HEADS, const unsigned char *const *k, int32_t head_dim, const float *q, int q_step,
-                           float *s) {
-    for (int j = 0; j < 2; j++) {
-        float *to = s + j * PP_GROUP;
-        wide_chain(HEADS, 0, (const float *)(const void *)k[j], head_dim, q, q_step, to);
-        PP_OPAQUE(to); /* otherwise the sums of the first chain stay in registers */
-        wide_chain(HEADS, 1, (const float *)(const void *)k[j], head_dim, q, q_step, to);
-    }
-}
-
-/* Values of f32, token by token, for all rows at once. */
-PP_INLINE void wide_values(const int HEADS, const unsigned char *const *v, int32_t dims, uint32_t seen, const float *p,
-                           const float *rescale, float *rows, int64_t row_stride) {
-    for (int32_t d = 0, left; d < dims; d += left < PP_LANES ? left : PP_LANES) {
-        const int32_t run = d / PP_V_RUN * PP_V_RUN, width = pp_run_width(dims, d);
-        pp_v sum[PP_MAX_HEADS];
-        left = run + width - d;
-        PP_UNROLL for (int h = 0; h < HEADS; h++) {
-            sum[h] = v_load(rows + h * row_stride + d);
-            if (rescale) sum[h] = v_mul(sum[h], v_set1(rescale[h]));
-        }
-        for (uint32_t bits = seen; bits; bits &= bits - 1) {
-            const int t = __builtin_ctz(bits);
-            const unsigned char *row = v[t / PP_GROUP] + 4 * (run * PP_GROUP + t % PP_GROUP * width + d - run);
-            pp_v x;
-            if (left < PP_LANES) { /* memory after the last dims may be inaccessible */
-                float lanes[PP_LANES] = {0};
-                memcpy(lanes, row, (size_t)left * sizeof(float));
-                x = v_load(lanes);
-            } else {
-                x = v_load((const float *)(const void *)row);
-            }
-            PP_UNROLL for (int h = 0; h < HEADS; h++)
-                sum[h] = v_fma_broadcast(x, v_broadcast(p + h * PP_TILE + t), sum[h]);
-        }
-        PP_UNROLL for (int h = 0; h < HEADS; h++) v_store(rows + h * row_stride + d, sum[h]);
-    }
-}
-
 /* One tile of one kv head for HEADS of its rows that see the same tokens.  The arguments are described at one_tile in
  * decode_tile.h. */
-PP_INLINE void mixed_tile(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
+PP_INLINE void quantised_tile(const int HEADS, const pp_tile *tile, const float *q, int q_step, float *rows, float *m,
                           int mode) {
     float s[PP_MAX_HEADS * PP_TILE] __attribute__((aligned(64)));
     float rescale[PP_RESCALES];
     const unsigned char *const *next_k = mode && tile->k_dtype == PP_INT8 ? tile->next_k : NULL;
     const unsigned char *const *next_v = mode && tile->v_dtype == PP_INT8 ? tile->next_v : NULL;
-    if (pp_is_quantised(tile->k_dtype))
-        int_scores(HEADS, tile->k, next_k, tile->head_dim, q, q_step, s);
-    else
-        wide_scores(HEADS, tile->k, tile->head_dim, q, q_step, s);
+    int_scores(HEADS, tile->k, next_k, tile->head_dim, q, q_step, s);
     transform_scores(tile, 0, HEADS, s);
     if (tile->seen != ALL_SEEN) mask_scores(tile, HEADS, s);
     const float *scales = raise_if_above(HEADS, s, m, rows, tile->row_stride, rescale) ? rescale : NULL;
     PP_UNROLL for (int g = 0; g < HEADS; g++)
         weigh(s + g * PP_TILE, m[g], rows + (g + 1) * tile->row_stride - PP_GROUP);
-    if (pp_is_quantised(tile->v_dtype))
-        int_values(HEADS, tile->v, next_v, tile->v_head_dim, s, scales, rows, tile->row_stride);
-    else
-        wide_values(HEADS, tile->v, tile->v_head_dim, tile->seen, s, scales, rows, tile->row_stride);
+    int_values(HEADS, tile->v, next_v, tile->v_head_dim, s, scales, rows, tile->row_stride);
 }
 
-PP_FOR_HEADS(one_tile_mixed, PP_MIXED,
+PP_FOR_HEADS(one_tile_quantised, PP_QUANTISED,
              (int heads, const pp_tile *tile, const float *q, int q_step, float *rows, float *m, int mode),
              (heads, tile, q, q_step, rows, m, mode),
-             mixed_tile(HEADS, tile, q, q_step, rows, m, mode))
+             quantised_tile(HEADS, tile, q, q_step, rows, m, mode))

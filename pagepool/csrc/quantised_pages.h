@@ -1,5 +1,5 @@
 /* quantised_pages.h: converts K and V of a group of a quantised page to an order that the kernels read.  Included once
- * per ISA, after decode_repack.h. */
+ * per ISA. */
 
 /* Unpacks the lower and the upper 4 bits of 64 (or 16) bytes, and adds `add` to each. */
 PP_INLINE void unpack_64(unsigned char *to, int64_t upper, const unsigned char *from, uint8_t add) {
@@ -45,10 +45,7 @@ static __attribute__((noinline)) void unpack_int4(int is_v, int32_t dims, const 
 /* Returns a head's K or V of a group in the order that the kernels read: `from` itself, or a copy in `scratch`. */
 static const unsigned char *bring_in(int32_t dtype, int is_v, int32_t dims, const unsigned char *from,
                                      unsigned char *scratch) {
-    if (!pp_brought_in_bytes(dtype, dims)) return from;
-    if (dtype == PP_INT4)
-        unpack_int4(is_v, dims, from, scratch);
-    else
-        (is_v ? page_readers[dtype].widen_v : page_readers[dtype].widen_k)(dims, from, (float *)(void *)scratch);
+    if (dtype != PP_INT4) return from;
+    unpack_int4(is_v, dims, from, scratch);
     return scratch;
 }

@@ -78,7 +78,7 @@ static void run_chunk(pp_decode_plan *plan, pp_chunk *work, int32_t sequence, in
     const int way = way_of(&plan->args);
     void (*const chunk)(const pp_chunk *) = way == PP_WAY_EXACT   ? kernels->chunk[plan->args.pool->layout.dtype]
                                             : way == PP_WAY_TILES ? kernels->tiles->chunk
-                                                                  : kernels->chunk_mixed;
+                                                                  : kernels->chunk_quantised;
     if (next && next->part_begin < next->part_end && next->pool->layout.tiled) first_read(plan, next, work->next);
     if (work->part_begin < work->part_end) chunk(work);
     pp_count_chunk(plan, sequence, slice);

@@ -238,7 +238,7 @@ cdef class KvCachePool:
         if allocator is not None and not isinstance(allocator, BlockAllocator):
             raise TypeError(f"allocator must be a BlockAllocator, not {type(allocator).__name__}")
         cdef pp_status status
-        if layout.is_mixed:
+        if layout.is_quantised:
             status = pp_kv_layout_init_dtypes(
                 &c_layout, layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.v_head_dim,
                 layout.block_size, <pp_dtype><int>KINDS[layout.dtype],
@@ -272,7 +272,7 @@ cdef class KvCachePool:
         if allocator is None:
             allocator = BlockAllocator(most if shared is not None else num_blocks, max_blocks)
         own_pages = most if pages is None else 0
-        if layout.is_mixed:
+        if layout.is_quantised:
             pool = KvCachePool(layout.block_bytes, own_pages, "uint8", checked)
         else:
             pool = KvCachePool(layout.page_size, own_pages, layout.dtype, checked)

@@ -88,7 +88,7 @@ class KvCachePool:
         >>> k[1, 0, 0], v[1, 0, 0], k.shape
         (np.float32(0.5), np.float32(2.0), (2, 1, 8))
         """
-        if layout.is_mixed:
+        if layout.is_quantised:
             raise ValueError(f"dtype of K and V must be equal and not quantised in the reference, not {layout.dtype}")
         pool = cls.__new__(cls)
         allocator = BlockAllocator(num_blocks, max_blocks) if allocator is None else allocator

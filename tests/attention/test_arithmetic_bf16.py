@@ -270,7 +270,7 @@ def test_parts_merge_with_exact_ones():
 @both
 @pytest.mark.parametrize(
     ("dtype", "v_dtype", "said"),
-    [("float32", None, "float32"), ("int8", None, "int8"), ("float16", "bfloat16", "bfloat16 and float16")],
+    [("float32", None, "float32"), ("int8", None, "int8"), ("int8", "int4", "int4 and int8")],
 )
 def test_other_pages_are_refused(dtype, v_dtype, said, arithmetic):
     case = make_case(KvLayout(1, 1, 8, dtype=dtype, v_dtype=v_dtype), 2, [20])

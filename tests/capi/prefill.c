@@ -44,8 +44,8 @@ static void check_scratch_of(int num_threads, pp_dtype dtype, pp_dtype v_dtype, 
 static void check_scratch(void) {
     for (int num_threads = 1; num_threads <= 64; num_threads *= 2) {
         for (int dtype = PP_F32; dtype <= PP_INT4; dtype++)
-            for (int v_dtype = PP_F32; v_dtype <= PP_INT4; v_dtype++)
-                check_scratch_of(num_threads, (pp_dtype)dtype, (pp_dtype)v_dtype, 16, PP_EXACT);
+            check_scratch_of(num_threads, (pp_dtype)dtype, (pp_dtype)dtype, 16, PP_EXACT);
+        check_scratch_of(num_threads, PP_INT8, PP_INT4, 16, PP_EXACT);
         for (int dtype = PP_F32; dtype <= PP_BF16; dtype++)
             check_scratch_of(num_threads, (pp_dtype)dtype, (pp_dtype)dtype, 15, PP_EXACT);
         for (int32_t block_size = 16; block_size >= 15; block_size--)

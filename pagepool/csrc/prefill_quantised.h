@@ -1,5 +1,4 @@
-/* prefill_mixed.h: prefill over pages with quantised K or V, or with different dtypes of K and V.  Included once per
- * ISA, after quantised.h and prefill_kernel.h. */
+/* prefill_quantised.h: prefill over quantised pages.  Included once per ISA, after quantised.h and prefill_kernel.h. */
 
 /* Scores and values of a panel's tiles (prefill_common.h) are computed for half of its rows at once. */
 enum { PANEL_PASS = PP_PANEL / 2 };
@@ -18,38 +17,15 @@ static __attribute__((noinline)) void int_values_of_panel(const pp_panel *panel,
                panel->row_stride);
 }
 
-static void mixed_scores(pp_panel *panel, const pp_kv_layout *layout, const unsigned char *const *k) {
-    if (!pp_is_quantised(layout->dtype)) {
-        panel_scores(panel, k);
-        return;
-    }
-    for (int t = panel->first; t < panel->end; t++)
-        int_scores_of_panel(panel->q, panel->head_dim, k + 2 * t, panel->s[t]);
-}
-
-static void mixed_values(const pp_panel *panel, const pp_kv_layout *layout, const unsigned char *const *v) {
-    if (!pp_is_quantised(layout->v_dtype)) {
-        panel_values(panel, v);
-        return;
-    }
-    for (int t = panel->first; t < panel->end; t++)
-        for (int r = 0; r < panel->rows; r += PANEL_PASS) int_values_of_panel(panel, t, r, v + 2 * t);
-}
-
-static void pack_panel_mixed(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
+static void pack_panel_quantised(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
                              float *widened, float *to) {
-    const pp_kv_layout *layout = &chunk->pool->layout;
     const float *queries[PP_QUERY_ROWS] = {NULL}, *channels = chunk->k_channel_scale;
-    if (!pp_is_quantised(layout->dtype)) {
-        pack_panel(panel, q_dtype, widened, to);
-        return;
-    }
     list_queries(panel, q_dtype, widened, queries);
     transpose_quantised(to, NULL, PP_PANEL * INT_WORDS, queries, PP_PANEL, panel->head_dim, panel->tile.scale,
                         channels ? channels + (int64_t)kv_head * panel->head_dim : NULL);
 }
 
-static void read_chunk_mixed(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
+static void read_chunk_quantised(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
                              const unsigned char **k, const unsigned char **v) {
     const pp_kv_layout *layout = &chunk->pool->layout;
     const int64_t first = chunk->first / PP_TILE * PP_TILE;
@@ -67,14 +43,17 @@ static void read_chunk_mixed(const pp_chunk *chunk, int32_t head, const prefill_
     list_behind(groups, k, v);
 }
 
-static void panel_chunk_mixed(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
+static void panel_chunk_quantised(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
                               const unsigned char *const *k, const unsigned char *const *v) {
-    mixed_scores(panel, layout, k);
+    (void)layout;
+    for (int t = panel->first; t < panel->end; t++)
+        int_scores_of_panel(panel->q, panel->head_dim, k + 2 * t, panel->s[t]);
     panel_softmax(panel, begin);
-    mixed_values(panel, layout, v);
+    for (int t = panel->first; t < panel->end; t++)
+        for (int r = 0; r < panel->rows; r += PANEL_PASS) int_values_of_panel(panel, t, r, v + 2 * t);
 }
 
-static const panel_ways ways_mixed = {pack_panel_mixed, read_chunk_mixed, panel_chunk_mixed};
+static const panel_ways ways_quantised = {pack_panel_quantised, read_chunk_quantised, panel_chunk_quantised};
 
-static void prefill_mixed(const pp_query_block *work) { run_prefill(work, &ways_mixed); }
-static void shared_mixed(const pp_shared *work) { run_shared(work, &ways_mixed); }
+static void prefill_quantised(const pp_query_block *work) { run_prefill(work, &ways_quantised); }
+static void shared_quantised(const pp_shared *work) { run_shared(work, &ways_quantised); }
