@@ -205,7 +205,7 @@ def san_c(session):
     session.run(str(asan / "race"), "processes", "5", "1", env=halt)
     session.run(str(asan / "workspace"), env={**halt, "ASAN_OPTIONS": "allocator_may_return_null=1"})
     plain = without_random_addresses()
-    for name, *arguments in (["stress", "2"], ["plans", "40"], ["cascade"], ["quantised", "8"], ["prefill", "4"]):
+    for name, *arguments in (["stress", "2"], ["plans", "40"], ["cascade"], ["quantised", "5"], ["prefill", "4"]):
         session.run(*plain, str(tsan / name), *arguments)
     session.run(*plain, str(tsan / "race"), "threads", "10", "1")
     session.run(*plain, str(tsan / "threads"), "40", env={"TSAN_OPTIONS": "die_after_fork=0"})
@@ -266,14 +266,14 @@ def aarch64(session):
     if not shutil.which("qemu-aarch64"):
         session.skip("compiled, not run: qemu-aarch64 is not installed (Debian: apt install qemu-user)")
     # A CPU without dot products of 8-bit integers and one with them: each gets its own kernels, with the bits of this
-    # machine's in every 24th case, int8 and int4 of K and of V among them.
+    # machine's in every fourth case, int8 and int4 of K and of V among them.
     native = str(place / "native-quantised")
     session.run(CC, *CFLAGS.split(), "tests/capi/quantised.c", "pagepool/lib/libpagepool.a", "-o", native, "-lm")
-    bits = session.run(native, "24", silent=True).split()[2]
+    bits = session.run(native, "4", silent=True).split()[2]
     for cpu, isa in (("cortex-a53", "neon"), ("max", "neon_dotprod")):
         on = ["qemu-aarch64", "-L", f"/usr/{AARCH64}", "-cpu", cpu]
         session.run(*on, str(place / "program"))
-        said = session.run(*on, str(place / "quantised"), "24", silent=True).strip()
+        said = session.run(*on, str(place / "quantised"), "4", silent=True).strip()
         if said != f"ok {isa} {bits}":
             session.error(f"{cpu} said {said!r}, not 'ok {isa} {bits}'")
 

@@ -39,7 +39,7 @@ CYTHON_QUIET = ["-Wno-unused-function", "-Wno-sign-compare", "-Wno-unused-parame
 
 C_SOURCES = sorted(str(path) for path in Path("pagepool/csrc").glob("**/*.c"))
 C_FOLDERS = sorted({str(Path(source).parent) for source in C_SOURCES})
-# Kernels are instantiated by inclusion: every file that may be included counts, and setup.py for its flags.
+# Kernels are in headers: every header that may be included counts, and setup.py for its flags.
 C_DEPENDS = [str(path) for folder in ("include/pagepool", "pagepool/csrc") for path in Path(folder).glob("**/*.h")]
 C_DEPENDS = sorted([*C_DEPENDS, "setup.py"])
 INCLUDE = ["include", "pagepool/csrc"]

@@ -62,11 +62,11 @@ typedef struct row_costs {
  * tiles by vectors.  With AMX and 128 rows per KV head, a product took a tenth of its time in exact arithmetic's panel,
  * the copy of V included. */
 static row_costs costs_of_rows(const pp_decode_args *args) {
-    enum { ALONE = 50, IN_PANEL = 30 };
-    if (way_of(args) != PP_WAY_TILES) return (row_costs){2, kernels_of(args)->panel_rows, ALONE, IN_PANEL};
-    const pp_tile_kernels *tiles = kernels_of(args)->tiles;
+    enum { ALONE = 50 };
+    const pp_way *way = own_way(args);
     const int parts = pp_query_parts(args->arithmetic, args->q_dtype) + pp_weight_parts(args->arithmetic);
-    return (row_costs){parts * pp_parts_of(args->pool->layout.dtype), tiles->step_rows, ALONE, tiles->part_cost};
+    const int products = way_of(args) == PP_WAY_TILES ? parts * pp_parts_of(args->pool->layout.dtype) : 2;
+    return (row_costs){products, way->step_rows, ALONE, way->part_cost};
 }
 
 /* Returns 1 if the rows of one sequence are a panel already: with tiles, from 16 rows on. */
@@ -134,7 +134,7 @@ static int next_rows(void *context, pp_row *rows) {
     row_list *list = context;
     const pp_decode_plan *plan = list->plan;
     const pp_decode_args *args = &plan->args;
-    const int32_t most = panel_rows_of(args), group_size = list->work.group_size;
+    const int32_t most = own_way(args)->panel_rows, group_size = list->work.group_size;
     int num_rows = 0, num_views = 0;
     while (list->at < list->run->count) {
         const int32_t s = plan->order[list->run->first + list->at], head_rows = group_size * queries_of(plan, s);
@@ -177,10 +177,7 @@ void pp_run_shared(pp_decode_plan *plan, int64_t unit, unsigned char *scratch) {
     const int64_t first = work.chunk.first_block * args->pool->layout.block_size;
     work.chunk.first = first > work.chunk.begin ? first : work.chunk.begin;
     list.work.group_size = work.chunk.group_size;
-    if (way_of(args) == PP_WAY_TILES)
-        kernels_of(args)->tiles->shared(&work);
-    else
-        kernels_of(args)->shared[way_of(args)](&work);
+    own_way(args)->shared(&work);
     int32_t slice = 0;
     while ((int64_t)heads * (slice + 1) / plan->slices <= head) slice++;
     int32_t *left = &plan->heads_left[unit / heads * plan->slices + slice];

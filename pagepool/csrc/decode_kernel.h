@@ -47,7 +47,7 @@ PP_INLINE void run_part(const int DT, const pp_chunk *work, pp_tile *tile, int32
 PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tiled) {
     unsigned char *const scratch = work->scratch;
     const pp_kv_layout *layout = &work->pool->layout;
-    const int32_t head_rows = work->group_size * work->view.num_queries, parts = num_parts(head_rows);
+    const int32_t head_rows = work->group_size * work->view.num_queries, parts = pp_num_parts(head_rows, PP_MAX_HEADS);
     pp_tile tile = {.head_dim = layout->head_dim,
                     .v_head_dim = layout->v_head_dim,
                     .k_dtype = layout->dtype,
@@ -57,7 +57,7 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
                     .group_size = work->group_size,
                     .row_stride = work->row_stride};
     if (tile.cap != 0.0f) tile.inverse_cap = 1.0f / tile.cap;
-    const int32_t first = row_of_part(head_rows, work->part_begin), last = row_of_part(head_rows, work->part_end);
+    const int32_t first = work->row_begin, last = work->row_end;
     const int32_t head_begin = work->part_begin / parts;
     for (int32_t h = first; h < last; h++) work->m[h] = -FLT_MAX; /* not -inf: -inf - (-inf) is NaN */
     memset(work->rows + first * work->row_stride, 0, (size_t)((last - first) * work->row_stride) * sizeof(float));
@@ -118,10 +118,10 @@ PP_INLINE void walk(const int DT, const pp_chunk *work, const pp_kv_layout *tile
                     tile.k[i] = group;
             }
             tile.alibi_slopes = work->alibi_slopes ? work->alibi_slopes + head * work->group_size : NULL;
-            int32_t to = part_border(head_rows, index - head * parts);
+            int32_t to = pp_part_border(head_rows, PP_MAX_HEADS, index - head * parts);
             for (int32_t part = index, from; part < end; part++) {
                 from = to;
-                to = part_border(head_rows, part + 1 - head * parts);
+                to = pp_part_border(head_rows, PP_MAX_HEADS, part + 1 - head * parts);
                 run_part(DT, work, &tile, from, to, head * head_rows + from,
                          part_mode(DT, mode, part - index, end - index, &tile));
             }
@@ -154,7 +154,11 @@ PP_INLINE void chunk(const int DT, const pp_chunk *work) {
     PP_BY_PAGES(DT, walk)(work, &tiled);
 }
 
-static void chunk_f32(const pp_chunk *work) { chunk(PP_F32, work); }
-static void chunk_f16(const pp_chunk *work) { chunk(PP_F16, work); }
-static void chunk_bf16(const pp_chunk *work) { chunk(PP_BF16, work); }
+static void chunk_exact(const pp_chunk *work) {
+    switch (work->pool->layout.dtype) {
+    case PP_F32: chunk(PP_F32, work); break;
+    case PP_F16: chunk(PP_F16, work); break;
+    default: chunk(PP_BF16, work); break;
+    }
+}
 static void chunk_quantised(const pp_chunk *work) { chunk(PP_QUANTISED, work); }

@@ -192,10 +192,9 @@ static void merge_row(const pp_merge *work, int64_t r, const float *sink, merged
 static void merge_chunks(const pp_merge *work) {
     const pp_chunk *chunk = work->chunk;
     const int32_t group_size = chunk->group_size, head_rows = group_size * chunk->view.num_queries;
-    const int32_t last = row_of_part(head_rows, chunk->part_end);
     merged_row merged;
     float scaled[PP_MAX_HEAD_DIM];
-    for (int32_t r = row_of_part(head_rows, chunk->part_begin); r < last; r++) {
+    for (int32_t r = chunk->row_begin; r < chunk->row_end; r++) {
         const int32_t query = r % head_rows / group_size, head = r / head_rows * group_size + r % group_size;
         const int64_t at = (int64_t)query * work->num_qo_heads + head;
         merge_row(work, r, work->sinks ? work->sinks + head : NULL, &merged, scaled);

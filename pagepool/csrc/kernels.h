@@ -21,9 +21,24 @@ enum { PP_PREFETCH_NONE, PP_PREFETCH_TWICE };
 double pp_time_over_half(uint64_t (*whole)(void), uint64_t (*half)(void));
 #endif
 
+/* Cuts the rows of a kv head into parts that share loads.  The parts have about equal sizes of up to `most`. */
+static inline int32_t pp_num_parts(int32_t head_rows, int32_t most) {
+    return head_rows / most + (head_rows % most != 0);
+}
+static inline int32_t pp_part_border(int32_t head_rows, int32_t most, int32_t part) {
+    const int32_t parts = pp_num_parts(head_rows, most);
+    if (parts == 1) return part * head_rows; /* usual case, avoids a division */
+    return (int32_t)((int64_t)head_rows * part / parts);
+}
+/* The first row of a part; parts are numbered through all kv heads. */
+static inline int32_t pp_row_of_part(int32_t head_rows, int32_t most, int32_t part) {
+    const int32_t parts = pp_num_parts(head_rows, most);
+    if (parts == 1) return part * head_rows;
+    return part / parts * head_rows + pp_part_border(head_rows, most, part % parts);
+}
+
 /* A chunk of one sequence, for some of its rows.  A row is one query head of one query token; rows are numbered by kv
- * head first, then by query token, then by query head.  The rows of a kv head are cut into parts of up to `max_rows`
- * that share loads (num_parts of decode_math.h), numbered through all kv heads.
+ * head first, then by query token, then by query head.
  *
  * Scores and their shifts are in base 2, logits times log2 e: a weight is 2^(score - m), which splits into a whole
  * number and a fraction without a multiplication.  The kernel does not read the record.  It writes, for each row r
@@ -39,7 +54,8 @@ typedef struct pp_chunk {
     int64_t begin, end;         /* the chunk's tokens; begin is a multiple of PP_CHUNK, 0 < end - begin <= PP_CHUNK */
     int64_t first;              /* the first token that the first query token sees: begin <= first < end */
     pp_view view;
-    int32_t part_begin, part_end;
+    int32_t part_begin, part_end; /* parts of up to `max_rows` rows */
+    int32_t row_begin, row_end;   /* their rows */
     int32_t group_size;         /* query heads per kv head */
     int32_t arithmetic, q_dtype; /* as in the call */
     float sm_scale, logits_soft_cap;
@@ -49,7 +65,8 @@ typedef struct pp_chunk {
     float *rows, *m;
     float *seen;                /* NULL if the only query token sees all tokens from `first` on */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
-    unsigned char *scratch;     /* for two groups of one head, if the kernels cannot read the pages directly; or NULL */
+    unsigned char *scratch;     /* `bytes` of a panel's rows; in exact arithmetic and over quantised pages memory for two
+                                   groups of one head, or NULL if the kernels read the pages directly */
     const unsigned char *next[4]; /* read after this chunk (K of 4 groups), prefetched; or NULLs */
 } pp_chunk;
 
@@ -98,7 +115,7 @@ static inline int64_t pp_brought_in_bytes_of(const pp_kv_layout *layout) {
            pp_brought_in_bytes(layout->v_dtype, layout->v_head_dim);
 }
 
-/* Merges a sequence's chunks in order and writes the results of parts [part_begin, part_end). */
+/* Merges a sequence's chunks in order and writes the results of the rows of `chunk`. */
 typedef struct pp_merge {
     const pp_chunk *chunk;   /* the first chunk; the arrays of consecutive records are record_stride apart */
     int64_t record_stride;   /* in elements */
@@ -142,7 +159,7 @@ typedef struct pp_shared {
     /* Fills in the next rows, at most panel_rows, sequence by sequence.  Returns their number: 0 after the last row. */
     int (*next_rows)(void *context, pp_row *rows);
     void *context;
-    unsigned char *scratch; /* prefill_bytes of a panel's rows */
+    unsigned char *scratch; /* `bytes` of a panel's rows */
 } pp_shared;
 
 /* Prefill: query tokens [query_begin, query_end) of a sequence, for the query heads of one kv head, over all tokens
@@ -155,7 +172,7 @@ typedef struct pp_query_block {
     int32_t out_dtype;
     float *lse;         /* NULL, or of the sequence's first query token */
     const float *sinks; /* NULL or (num_qo_heads,) */
-    unsigned char *scratch; /* prefill_bytes of it */
+    unsigned char *scratch; /* `bytes` of its rows */
 } pp_query_block;
 
 /* K or V of one kv head for adjacent tokens, all in one group of a tiled page. */
@@ -176,17 +193,17 @@ typedef struct pp_rows {
 /* The ways to compute: exactly; by products of tiles ("bf16", "bf16x2": tiles_panel.h); or over quantised pages. */
 enum { PP_WAY_EXACT, PP_WAY_TILES, PP_WAY_QUANTISED, PP_NUM_WAYS };
 
-/* Kernels of PP_WAY_TILES. */
-typedef struct pp_tile_kernels {
+/* The kernels of a way.  `shared` writes the same records as `chunk` does for each sequence. */
+typedef struct pp_way {
     void (*chunk)(const pp_chunk *);
     void (*prefill)(const pp_query_block *);
     void (*shared)(const pp_shared *);
-    int32_t panel_rows, block_rows; /* rows of a panel; of a block of query tokens, at most */
     int64_t (*bytes)(const pp_kv_layout *layout, int32_t arithmetic, int32_t q_dtype, int32_t rows); /* of scratch */
+    int32_t panel_rows, block_rows; /* rows of a panel; of a block of query tokens, about */
     /* Cost model: a panel is computed in steps of `step_rows` rows.  In a full step, a product with one part of queries
      * or weights costs `part_cost` hundredths of a multiply-add per element and row. */
     int32_t step_rows, part_cost;
-} pp_tile_kernels;
+} pp_way;
 
 /* Number of bf16 parts that add up to any number of a dtype: in PP_WAY_TILES the parts of K and V. */
 enum { PP_MOST_PARTS = 3 };
@@ -220,9 +237,7 @@ typedef struct pp_quantised_rows {
 
 typedef struct pp_kernels {
     const char *name;
-    void (*chunk[3])(const pp_chunk *);   /* by pp_dtype */
-    void (*chunk_quantised)(const pp_chunk *);
-    const pp_tile_kernels *tiles;
+    const pp_way *ways[PP_NUM_WAYS];
     /* Reads K and V of one head of a chunk, in 16 bits, in the order of tiled pages.  Lists their groups: addresses in
      * the pages, or copies in `groups`, which has tiled_bytes bytes. */
     int64_t (*tiled_bytes)(const pp_kv_layout *layout);
@@ -236,10 +251,6 @@ typedef struct pp_kernels {
     void (*pack_queries[PP_NUM_WAYS])(float *to, const pp_queries *from, const pp_kv_layout *layout, int32_t group_size,
                                       int32_t num_queries, float sm_scale, const float *k_channel_scale);
     int32_t max_rows; /* of a part */
-    void (*prefill[PP_NUM_WAYS])(const pp_query_block *);
-    void (*shared[PP_NUM_WAYS])(const pp_shared *); /* writes the same records as `chunk` for each sequence */
-    int32_t panel_rows;                             /* rows that prefill computes at once */
-    int64_t (*prefill_bytes)(const pp_kv_layout *layout, int32_t rows); /* of scratch */
     void (*write_rows)(const pp_rows *);
     void (*narrow[3])(void *to, const float *from, int64_t n); /* f32 to pp_dtype, to nearest even; f32 is copied */
     void (*widen[3])(float *to, const void *from, int64_t n);  /* pp_dtype to f32, exactly */
@@ -259,15 +270,15 @@ typedef struct pp_kernels {
                              int64_t begin, int64_t end, char *to, int64_t stride);
 } pp_kernels;
 
-extern const pp_tile_kernels pp_tiles_baseline;
+extern const pp_way pp_tiles_baseline;
 extern const pp_kernels pp_kernels_baseline;
 #if defined(__x86_64__)
-extern const pp_tile_kernels pp_tiles_avx2, pp_tiles_avx512, pp_tiles_avx512_wide, pp_tiles_amx;
+extern const pp_way pp_tiles_avx2, pp_tiles_amx;
 void pp_linear_by_amx(const pp_linear *work, int64_t begin, int64_t end);
 extern const int pp_tiles_amx_portable; /* pp_tiles_amx needs no AMX: simd_tiles.h */
 extern const pp_kernels pp_kernels_avx2, pp_kernels_avx512, pp_kernels_avx512_wide, pp_kernels_amx;
 #elif defined(__aarch64__)
-extern const pp_tile_kernels pp_tiles_neon;
+extern const pp_way pp_tiles_neon;
 extern const pp_kernels pp_kernels_neon, pp_kernels_neon_dotprod;
 #endif
 

@@ -54,6 +54,7 @@ const int pp_tiles_amx_portable = 1;
 const int pp_tiles_amx_portable = 0;
 #endif
 
+#define IN_FLIGHT 3 /* one panel in each stage */
 #include "tiles_panel.h"
 #include "tiles_amx.h"
 #include "tiles_amx_decode.h"

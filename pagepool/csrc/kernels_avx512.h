@@ -22,11 +22,10 @@
 
 #if PP_WIDE
 #define PP_ISA avx512_wide
-#define PP_TILE_KERNELS pp_tiles_avx512_wide
 #else
 #define PP_ISA avx512
-#define PP_TILE_KERNELS pp_tiles_avx512
 #endif
+#define PP_TILE_KERNELS pp_tiles_avx2
 #include "kernels_of_isa.h"
 
 #if PP_WIDE /* kernels_amx.c replaces the products of tiles; everything else is shared */

@@ -22,7 +22,6 @@
 #include "quantised.h"
 #include "decode_kernel.h"
 
-#include "prefill_common.h"
 #include "prefill_kernel.h"
 #include "prefill_quantised.h"
 #include "linear_quantised_kernel.h"
@@ -39,19 +38,13 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_KERNELS(isa, own_tiles, own_linear)                  \
     {                                                           \
         .name = isa,                                            \
-        .chunk = {chunk_f32, chunk_f16, chunk_bf16},            \
-        .chunk_quantised = chunk_quantised,                             \
-        .tiles = &own_tiles,                                    \
+        .ways = {&way_exact, &own_tiles, &way_quantised},       \
         .tiled_bytes = tiled_bytes,                             \
         .read_tiled = read_tiled,                               \
         .merge = merge_chunks,                                  \
         .merge_rows = merge_rows,                               \
         .pack_queries = {pack_queries, pack_plain_queries, pack_quantised_queries}, \
         .max_rows = PP_MAX_HEADS,                               \
-        .prefill = {prefill_exact, NULL, prefill_quantised},        \
-        .shared = {shared_exact, NULL, shared_quantised},           \
-        .panel_rows = PP_PANEL,                                 \
-        .prefill_bytes = prefill_bytes,                         \
         .narrow = {copy_f32, narrow_f16, narrow_bf16},          \
         .write_rows = write_rows,                               \
         .widen = {copy_to_f32, widen_f16, widen_bf16},          \

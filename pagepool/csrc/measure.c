@@ -10,9 +10,9 @@ enum { UNITS_PER_THREAD = 4 };
  * been prefetched, and adjacent heads are read fastest by one thread. */
 enum { PRODUCTS_PER_UNIT = 1 << 20 };
 
-/* Rows of a block of query tokens: about BLOCK_ROWS, fewer if there are too few blocks for the threads.  K and V are
- * widened once for all rows of a block. */
-enum { BLOCK_ROWS = 240, LEAST_BLOCK_ROWS = 48 };
+/* Blocks of query tokens have fewer rows than `block_rows` if there are too few blocks for the threads, but about this
+ * many. */
+enum { LEAST_BLOCK_ROWS = 48 };
 
 /* Records the first block of a sequence in `bits`, which are initially 0.  Returns 0 if no other sequence has this
  * block.  May return 1 in that case also (false positive). */
@@ -97,7 +97,7 @@ pp_status pp_measure(const pp_decode_args *args, pp_measures *all) {
 static void cut_into_blocks(const pp_decode_args *args, pp_measures *all, int64_t wanted) {
     const pp_kv_layout *layout = &args->pool->layout;
     const int64_t heads = layout->num_kv_heads, group_size = args->num_qo_heads / heads;
-    int64_t rows = way_of(args) == PP_WAY_TILES ? kernels_of(args)->tiles->block_rows : BLOCK_ROWS;
+    int64_t rows = own_way(args)->block_rows;
     while (rows > LEAST_BLOCK_ROWS && ceil_div(all->num_prefilled * group_size, rows) * heads < wanted) rows /= 2;
     int64_t queries = rows / group_size;
     if (queries > all->num_prefilled) queries = all->num_prefilled;
@@ -129,7 +129,7 @@ pp_status pp_cut(const pp_decode_args *args, pp_measures *all) {
     all->slot = all->num_chunks ? aligned(scratch_of(args)) : 0;
     if (all->num_prefilled) cut_into_blocks(args, all, wanted);
     if (all->may_share) {
-        const size_t bytes = panel_bytes_of(args, panel_rows_of(args));
+        const size_t bytes = panel_bytes_of(args, own_way(args)->panel_rows);
         if (all->slot < bytes) all->slot = aligned(bytes);
     }
     if (all->slot) all->num_slots = most_ranges(args, all);

@@ -69,8 +69,9 @@ PP_INLINE void pack_parts(transpose_rows *transpose, const int pair_floats, floa
     const int32_t head_dim = layout->head_dim;
     for (int32_t kv = 0; kv < num_kv_heads; kv++) {
         int64_t query = 0, head = 0; /* row by row: all heads of a query, then all heads of the next query */
-        for (int32_t part = 0; part < num_parts(head_rows); part++) {
-            const int32_t rows = part_border(head_rows, part + 1) - part_border(head_rows, part);
+        for (int32_t part = 0; part < pp_num_parts(head_rows, PP_MAX_HEADS); part++) {
+            const int32_t rows = pp_part_border(head_rows, PP_MAX_HEADS, part + 1) -
+                                 pp_part_border(head_rows, PP_MAX_HEADS, part);
             const int64_t size = (int64_t)rows * (head_dim / 2) * pair_floats;
             const float *row[8] = {NULL};
             for (int32_t r = 0; r < rows; r++) {
@@ -108,7 +109,7 @@ static void pack_plain_queries(float *to, const pp_queries *from, const pp_kv_la
                        bytes);
 }
 
-/* Packs the queries of a panel (prefill_common.h): [head_dim / 2][PP_PANEL][2].  The last rows are written first,
+/* Packs the queries of a panel (panel.h): [head_dim / 2][PP_PANEL][2].  The last rows are written first,
  * because their whole vectors extend into the first rows of the next pair. */
 enum { PP_QUERY_ROWS = (PP_PANEL + 7) / 8 * 8 }; /* pointers that are read */
 _Static_assert(PP_PANEL <= PP_MAX_HEADS || PP_MAX_HEADS % PP_PAIRS == 0, "the first rows write no others' places");

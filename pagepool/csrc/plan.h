@@ -19,7 +19,7 @@ struct pp_shared_run {
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
-/* The arithmetic of a call: one of PP_WAY_... */
+/* The way to compute a call: one of PP_WAY_... */
 static inline int way_of(const pp_decode_args *args) {
     if (pp_is_quantised(args->pool->layout.dtype)) return PP_WAY_QUANTISED;
     return args->arithmetic == PP_EXACT ? PP_WAY_EXACT : PP_WAY_TILES;
@@ -42,16 +42,11 @@ static inline const pp_kernels *kernels_of(const pp_decode_args *args) {
     return way_of(args) == PP_WAY_QUANTISED ? pp_kernels_quantised(kernels) : kernels;
 }
 
-/* Number of rows of a panel, and bytes of scratch for `rows` rows of a block of query tokens. */
-static inline int32_t panel_rows_of(const pp_decode_args *args) {
-    return way_of(args) == PP_WAY_TILES ? kernels_of(args)->tiles->panel_rows : kernels_of(args)->panel_rows;
-}
+static inline const pp_way *own_way(const pp_decode_args *args) { return kernels_of(args)->ways[way_of(args)]; }
+
+/* Bytes of scratch for `rows` rows of a block of query tokens. */
 static inline size_t panel_bytes_of(const pp_decode_args *args, int32_t rows) {
-    const pp_kv_layout *layout = &args->pool->layout;
-    const pp_kernels *kernels = kernels_of(args);
-    return (size_t)(way_of(args) == PP_WAY_TILES
-                        ? kernels->tiles->bytes(layout, args->arithmetic, args->q_dtype, rows)
-                        : kernels->prefill_bytes(layout, rows));
+    return (size_t)own_way(args)->bytes(&args->pool->layout, args->arithmetic, args->q_dtype, rows);
 }
 
 static inline int32_t queries_of(const pp_decode_plan *plan, int32_t s) {
@@ -80,7 +75,7 @@ static inline int is_shareable(const pp_decode_args *args, int32_t seq_len, int6
  * pages, V that is a part of K, and dtypes that the kernels of quantised pages cannot read in place. */
 static inline size_t scratch_of(const pp_decode_args *args) {
     const pp_kv_layout *layout = &args->pool->layout;
-    if (way_of(args) == PP_WAY_TILES) return panel_bytes_of(args, panel_rows_of(args));
+    if (way_of(args) == PP_WAY_TILES) return panel_bytes_of(args, own_way(args)->panel_rows);
     if (pp_is_quantised(layout->dtype)) return (size_t)(2 * pp_brought_in_bytes_of(layout));
     const int64_t k_dims = layout->tiled ? 0 : layout->head_dim;
     const int64_t dims = k_dims + (layout->tiled && !layout->v_in_k ? 0 : layout->v_head_dim);
@@ -108,8 +103,7 @@ static inline int64_t record_of(int64_t row_elements, int32_t num_qo_heads, int3
 
 /* Parts of the rows of a kv head. */
 static inline int32_t parts_of(const pp_decode_args *args, int32_t head_rows) {
-    const int32_t most = kernels_of(args)->max_rows;
-    return head_rows / most + (head_rows % most != 0);
+    return pp_num_parts(head_rows, kernels_of(args)->max_rows);
 }
 
 /* Blocks of query tokens of a sequence that is cut into these, or 0. */

@@ -1,8 +1,131 @@
-/* prefill_kernel.h: prefill in exact arithmetic: query tokens of one sequence and kv head over all tokens that they
- * see.
+/* prefill_kernel.h: panels in exact arithmetic.
  *
- * Included once per ISA after prefill_common.h.  Reads groups of f32.  Other dtypes are converted to f32 chunk by
- * chunk, once for all rows of the unit. */
+ * Included once per ISA after the decode kernels of all dtypes.  A panel has PP_PANEL rows: enough to keep all
+ * accumulators of the CPU busy while each K and V serves all rows.
+ *
+ *   scores   PP_PANEL rows x PP_PANEL_SCORES vectors of tokens in registers
+ *   softmax  tile by tile, with the same functions as decode
+ *   values   PP_VALUE_ROWS rows x PP_PANEL_VALUES vectors of dims, in registers over the whole chunk
+ *
+ * Reads groups of f32.  Other dtypes are converted to f32 chunk by chunk, once for all rows of the unit. */
+#define PP_PANEL_ROWS PP_PANEL
+#define IN_FLIGHT 1
+enum { PP_VALUE_ROWS = 6 };
+_Static_assert(PP_PANEL % PP_VALUE_ROWS == 0, "a panel is whole passes of values");
+
+typedef struct panel_buffers {
+    float s[PP_CHUNK / PP_TILE][PP_PANEL * PP_TILE] __attribute__((aligned(64))); /* scores, then weights, row by row */
+    float rescale[PP_CHUNK / PP_TILE][PP_RESCALES];  /* for each row, if `raised` is set for the tile */
+    uint8_t raised[PP_CHUNK / PP_TILE];
+    float m[PP_RESCALES], total[PP_PANEL];
+} panel_buffers;
+
+static inline pp_v settled(pp_v sums) { return sums; }
+
+#include "panel.h"
+
+/* Bytes of one head's K and V of a group in scratch: f32 for exact arithmetic, otherwise 16 bit. */
+static int64_t wide_bytes(const pp_kv_layout *layout, int exact) {
+    return PP_GROUP * (int64_t)(layout->head_dim + layout->v_head_dim) * (exact ? (int64_t)sizeof(float) : 2);
+}
+
+static void lay_out_exact(const pp_kv_layout *layout, int q_parts, panel_sizes *sizes) {
+    const int in_place = layout->tiled && !layout->v_in_k && layout->dtype == PP_F32;
+    const int64_t staging = 2 * PP_GROUP * (layout->head_dim + layout->v_head_dim) * layout->item_bytes;
+    (void)q_parts;
+    sizes->q = PP_PANEL * layout->head_dim * (int64_t)sizeof(float);
+    sizes->sums = PP_PANEL * pp_row_stride(layout) * (int64_t)sizeof(float);
+    sizes->groups = in_place ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, 1) + staging;
+}
+
+/* The two entries after the last group, which are prefetched, repeat the last two groups. */
+static void list_behind(int groups, const unsigned char **k, const unsigned char **v) {
+    for (int i = groups; i < groups + 2; i++) {
+        k[i] = k[i - 2];
+        v[i] = v[i - 2];
+    }
+}
+
+/* Lists K and V of one head of the chunk's groups, beginning with the tile of its first token.  They point into the
+ * pages if the kernels can read these directly, otherwise into `copies`: f32 for exact arithmetic, with room for two
+ * groups of the page's dtype behind them; otherwise the dtype of the page. */
+static void read_chunk(const pp_chunk *chunk, int32_t head, int exact, unsigned char *copies, const unsigned char **k,
+                       const unsigned char **v) {
+    const pp_kv_layout *layout = &chunk->pool->layout;
+    const int widens = exact && layout->dtype != PP_F32;
+    const int64_t first = chunk->first / PP_TILE * PP_TILE, at = head * layout->head_bytes;
+    const int64_t k_bytes = PP_GROUP * (int64_t)layout->head_dim * layout->item_bytes; /* of one head of a tiled page */
+    const int64_t v_bytes = PP_GROUP * (int64_t)layout->v_head_dim * layout->item_bytes;
+    const int64_t step = wide_bytes(layout, exact);
+    const pp_kv_layout tiled = {.k_bytes = k_bytes, .v_bytes = v_bytes, .head_bytes = k_bytes + v_bytes};
+    const unsigned char *list[PP_CHUNK_GROUPS];
+    if (layout->tiled) pp_list_groups(chunk, chunk->end, list);
+    const int groups = (int)((chunk->end - first + PP_TILE - 1) / PP_TILE * 2);
+    for (int i = 0; i < groups; i++) {
+        unsigned char *const to = copies + i * step;
+        unsigned char *const staged =
+            widens ? copies + PP_CHUNK / PP_GROUP * step + i % 2 * tiled.head_bytes : to;
+        if (layout->tiled) {
+            k[i] = list[i] + at;
+            v[i] = k[i] + layout->k_bytes;
+            if (layout->v_in_k) {
+                page_readers[layout->dtype].transpose_v(layout->v_head_dim, k[i], staged + k_bytes);
+                v[i] = staged + k_bytes;
+            }
+        } else {
+            if (i % 2 == 0) pack_tile(chunk, &tiled, first + i * PP_GROUP, head, staged);
+            k[i] = staged;
+            v[i] = staged + k_bytes;
+        }
+        if (widens) {
+            float *const wide = (float *)to, *const wide_v = wide + PP_GROUP * layout->head_dim;
+            page_readers[layout->dtype].widen_k(layout->head_dim, k[i], wide);
+            page_readers[layout->dtype].widen_v(layout->v_head_dim, v[i], wide_v);
+            k[i] = to;
+            v[i] = (const unsigned char *)wide_v;
+        }
+    }
+    list_behind(groups, k, v);
+}
+
+/* Bytes of the copied groups of a chunk for read_tiled, 0 if it reads the pages in place. */
+static int64_t tiled_bytes(const pp_kv_layout *layout) {
+    return layout->tiled && !layout->v_in_k ? 0 : PP_CHUNK / PP_GROUP * wide_bytes(layout, 0);
+}
+
+/* Lists K and V of one head of the chunk's groups in the order of tiled pages, in the 16 bits of the pages. */
+static void read_tiled(const pp_chunk *chunk, int32_t head, unsigned char *groups, const unsigned char **k,
+                       const unsigned char **v) {
+    read_chunk(chunk, head, 0, groups, k, v);
+}
+
+static void read_exact(const panel_run *run, const pp_chunk *chunk, int32_t head, panel_chunk *to) {
+    read_chunk(chunk, head, 1, run->scratch.groups, to->k, to->v);
+}
+
+/* The panel's queries in f32. */
+static void list_queries(const panel_run *run, const pp_panel *panel, int32_t q_dtype, const float **queries) {
+    const int dims = run->call.head_dim;
+    for (int r = 0; r < panel->rows; r++)
+        queries[r] = row_in_f32(q_dtype, panel->row[r].q, run->scratch.widened + r * dims, dims);
+    for (int r = panel->rows; r < PP_QUERY_ROWS; r++) queries[r] = queries[0]; /* any readable pointer */
+}
+
+static void pack_exact(const panel_run *run, const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head,
+                       int32_t q_dtype, void *to) {
+    const float *queries[PP_QUERY_ROWS] = {NULL};
+    (void)chunk, (void)kv_head;
+    list_queries(run, panel, q_dtype, queries);
+    transpose_panel(to, queries, run->call.head_dim, run->call.tile.scale);
+}
+
+/* Returns how many leading tokens of a tile all rows of a pass of values see, rounded down to whole pairs. */
+static int tokens_in_common(const pp_panel *panel, int t, int r0) {
+    uint32_t all = ALL_SEEN;
+    if (panel->whole[t]) return PP_TILE;
+    for (int r = r0; r < r0 + PP_VALUE_ROWS && r < panel->rows; r++) all &= panel->seen[t][r];
+    return all == ALL_SEEN ? PP_TILE : __builtin_ctz(~all) & ~1;
+}
 
 /* sum[r][j] += x[j] * y[r * step], for all rows and vectors; the sums are in registers. */
 PP_INLINE void add_outer(const int ROWS, const int NV, const pp_v *x, const float *y, const int64_t step,
@@ -18,8 +141,8 @@ PP_INLINE void add_outer(const int ROWS, const int NV, const pp_v *x, const floa
 PP_INLINE void panel_chain(const int NV, const int ODD, const pp_panel *panel, const unsigned char *const *k,
                            float *s) {
     enum { FLOATS = 2, PAIR_BYTES = PP_GROUP * 4 * FLOATS }; /* of packed queries; of K */
-    const int64_t bytes = panel->head_dim / 2 * PAIR_BYTES;
-    const float *q = panel->q + ODD;
+    const int64_t bytes = panel->call->head_dim / 2 * PAIR_BYTES;
+    const float *q = (const float *)panel->q + ODD;
     const unsigned char *at[4];
     pp_v sum[PP_PANEL * 4];
     int64_t ahead[4];
@@ -63,8 +186,9 @@ static __attribute__((noinline)) void panel_chains_of_group(const pp_panel *pane
 
 /* Scores of the visible tiles.  If the second group of a tile is invisible to all rows, only the first group is
  * computed. */
-static void panel_scores(pp_panel *panel, const unsigned char *const *k) {
+static void scores_exact(const pp_panel *panel) {
     enum { PER_GROUP = PP_GROUP / PP_LANES, VECTORS = PP_TILE / PP_LANES };
+    const unsigned char *const *k = panel->chunk->k;
     for (int t = panel->first; t < panel->end; t++) {
         uint32_t seen = 0;
         for (int r = 0; !panel->whole[t] && r < panel->rows; r++) seen |= panel->seen[t][r];
@@ -74,27 +198,31 @@ static void panel_scores(pp_panel *panel, const unsigned char *const *k) {
             at[j] = k[2 * t + j / PER_GROUP] + j % PER_GROUP * PP_LANES * 4;
 #if PP_PANEL_SCORES * PP_LANES > PP_GROUP
         if (vectors < VECTORS) {
-            panel_chains_of_group(panel, at, panel->s[t]);
+            panel_chains_of_group(panel, at, panel->to->s[t]);
             continue;
         }
 #endif
         for (int j = 0; j < vectors; j += PP_PANEL_SCORES)
-            panel_chains(panel, at + j, panel->s[t] + j * PP_LANES);
+            panel_chains(panel, at + j, panel->to->s[t] + j * PP_LANES);
     }
 }
 
 /* Converts scores to weights and adds the weights to the running sums. */
-static __attribute__((noinline)) void panel_softmax(pp_panel *panel, int64_t begin) {
+static __attribute__((noinline)) void softmax_exact(const pp_panel *panel) {
+    panel_buffers *to = panel->to;
     float *sums = panel->sums;
-    const int64_t stride = panel->row_stride;
+    const int64_t stride = panel->call->sums_step;
+    const int bends = panel->call->tile.cap != 0.0f || panel->call->tile.alibi_slopes;
+    for (int i = 0; i < PP_RESCALES; i++) to->m[i] = -FLT_MAX; /* not -inf: -inf - (-inf) is NaN */
+    memset(sums, 0, (size_t)(PP_PANEL * stride) * sizeof(float));
     for (int t = panel->first; t < panel->end; t++) {
-        float *s = panel->s[t];
-        transform_panel(panel, begin + t * PP_TILE, s);
-        if (!panel->whole[t]) mask_panel(panel, t, s);
-        panel->raised[t] = (uint8_t)raise_if_above(PP_PANEL, s, panel->m, sums, stride, panel->rescale[t]);
+        float *s = to->s[t];
+        for (int r = 0; (bends || !panel->whole[t]) && r < panel->rows; r++) bend_scores(panel, r, t, s + r * PP_TILE);
+        to->raised[t] = (uint8_t)raise_if_above(PP_PANEL, s, to->m, sums, stride, to->rescale[t]);
         PP_UNROLL for (int r = 0; r < PP_PANEL; r++)
-            weigh(s + r * PP_TILE, panel->m[r], sums + (r + 1) * stride - PP_GROUP);
+            weigh(s + r * PP_TILE, to->m[r], sums + (r + 1) * stride - PP_GROUP);
     }
+    for (int r = 0; r < panel->rows; r++) to->total[r] = total_of(sums + (r + 1) * stride - PP_GROUP);
 }
 
 /* Adds p V of the chunk's tokens [from, to) to NV vectors of dims.  Both ends are even, and all rows of the pass see
@@ -104,17 +232,17 @@ PP_INLINE void run_of_values(const int NV, const pp_panel *panel, const unsigned
     pp_v sum[PP_VALUE_ROWS * 4];
     PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
         PP_UNROLL for (int j = 0; j < NV; j++)
-            sum[r * NV + j] = v_load(sums + r * panel->row_stride + j * PP_LANES);
+            sum[r * NV + j] = v_load(sums + r * panel->call->sums_step + j * PP_LANES);
     for (int at = from; at < to;) {
         const int t = at / PP_TILE;
-        if (at % PP_TILE == 0 && panel->raised[t])
+        if (at % PP_TILE == 0 && panel->to->raised[t])
             PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
                 PP_UNROLL for (int j = 0; j < NV; j++)
-                    sum[r * NV + j] = v_mul(sum[r * NV + j], v_set1(panel->rescale[t][r0 + r]));
+                    sum[r * NV + j] = v_mul(sum[r * NV + j], v_set1(panel->to->rescale[t][r0 + r]));
         const int group_end = (at / PP_GROUP + 1) * PP_GROUP, end = group_end < to ? group_end : to;
         const unsigned char *row = v[at / PP_GROUP] + offset + at % PP_GROUP * width * 4;
         const int64_t ahead = distance_of(v[at / PP_GROUP + 1], v[at / PP_GROUP]);
-        const float *p = panel->s[t] + r0 * PP_TILE + at % PP_TILE;
+        const float *p = panel->to->s[t] + r0 * PP_TILE + at % PP_TILE;
         for (; at < end; at++, row += width * 4, p++) {
             pp_v x[4];
             PP_UNROLL for (int j = 0; j < NV; j++) {
@@ -126,7 +254,7 @@ PP_INLINE void run_of_values(const int NV, const pp_panel *panel, const unsigned
     }
     PP_UNROLL for (int r = 0; r < PP_VALUE_ROWS; r++)
         PP_UNROLL for (int j = 0; j < NV; j++)
-            v_store(sums + r * panel->row_stride + j * PP_LANES, sum[r * NV + j]);
+            v_store(sums + r * panel->call->sums_step + j * PP_LANES, sum[r * NV + j]);
 }
 
 /* Adds p V of the tokens of a tile that one row sees, to its dims from `column` on. */
@@ -161,8 +289,8 @@ static __attribute__((noinline)) void common_values(const pp_panel *panel, const
                                                     int from, int to, int r0) {
     enum { COLUMNS = PP_PANEL_VALUES * PP_LANES, RUN_BYTES = PP_V_RUN * PP_GROUP * 4 };
     _Static_assert(PP_V_RUN % COLUMNS == 0, "passes of values are within runs");
-    float *sums = panel->sums + r0 * panel->row_stride;
-    const int dims = panel->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN, width = dims - whole;
+    float *sums = panel->sums + r0 * panel->call->sums_step;
+    const int dims = panel->call->v_head_dim, whole = dims / PP_V_RUN * PP_V_RUN, width = dims - whole;
     int d = 0;
     for (; d < whole; d += COLUMNS)
         run_of_values(PP_PANEL_VALUES, panel, v, from, to, r0,
@@ -172,16 +300,20 @@ static __attribute__((noinline)) void common_values(const pp_panel *panel, const
                       width, sums + d);
     for (int t = from / PP_TILE; d < dims && t * PP_TILE < to; t++)
         for (int r = 0; r < PP_VALUE_ROWS; r++) { /* the last 8 dims, if dims is not a multiple of a vector */
-            float *row = sums + r * panel->row_stride;
-            if (panel->raised[t]) v_store(row + d, v_mul(v_load(row + d), v_set1(panel->rescale[t][r0 + r])));
+            float *row = sums + r * panel->call->sums_step;
+            if (panel->to->raised[t])
+                v_store(row + d, v_mul(v_load(row + d), v_set1(panel->to->rescale[t][r0 + r])));
             values_of_row(v + 2 * t, dims, d, pp_bits_between(0, to - t * PP_TILE),
-                          panel->s[t] + (r0 + r) * PP_TILE, row);
+                          panel->to->s[t] + (r0 + r) * PP_TILE, row);
         }
 }
 
 /* Adds p V of the chunk.  Tokens that all rows of a pass see are added for all rows at once, other tokens row by
  * row. */
-static void panel_values(const pp_panel *panel, const unsigned char *const *v) {
+static void values_exact(const panel_run *run, const pp_panel *panel) {
+    const unsigned char *const *v = panel->chunk->v;
+    const int64_t stride = panel->call->sums_step;
+    (void)run;
     for (int r0 = 0; r0 < panel->rows; r0 += PP_VALUE_ROWS)
         for (int t = panel->first; t < panel->end;) {
             const int from = t * PP_TILE;
@@ -194,38 +326,34 @@ static void panel_values(const pp_panel *panel, const unsigned char *const *v) {
             if (all == PP_TILE) continue;
             const int last = t - 1;
             for (int r = r0; r < r0 + PP_VALUE_ROWS && r < panel->rows; r++) {
-                float *sums = panel->sums + r * panel->row_stride;
+                float *sums = panel->sums + r * stride;
                 const uint32_t left = panel->seen[last][r] & ~pp_bits_between(0, all);
-                if (!all && panel->raised[last])
-                    for (int d = 0; d < panel->row_stride - PP_GROUP; d += PP_LANES)
-                        v_store(sums + d, v_mul(v_load(sums + d), v_set1(panel->rescale[last][r])));
+                if (!all && panel->to->raised[last])
+                    for (int d = 0; d < stride - PP_GROUP; d += PP_LANES)
+                        v_store(sums + d, v_mul(v_load(sums + d), v_set1(panel->to->rescale[last][r])));
                 if (left)
-                    values_of_row(v + 2 * last, panel->v_head_dim, 0, left, panel->s[last] + r * PP_TILE,
+                    values_of_row(v + 2 * last, panel->call->v_head_dim, 0, left, panel->to->s[last] + r * PP_TILE,
                                   sums);
             }
         }
 }
 
-static void panel_chunk(pp_panel *panel, int64_t begin, const pp_kv_layout *layout,
-                        const unsigned char *const *k, const unsigned char *const *v) {
-    (void)layout;
-    panel_scores(panel, k);
-    panel_softmax(panel, begin);
-    panel_values(panel, v);
-}
+static const panel_ways ways_exact = {.lay_out = lay_out_exact,
+                                      .pack = pack_exact,
+                                      .read = read_exact,
+                                      .scores = scores_exact,
+                                      .softmax = softmax_exact,
+                                      .values = values_exact};
 
-static void pack_panel_exact(const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head, int32_t q_dtype,
-                             float *widened, float *to) {
-    (void)chunk, (void)kv_head;
-    pack_panel(panel, q_dtype, widened, to);
-}
-
-static void read_chunk_exact(const pp_chunk *chunk, int32_t head, const prefill_scratch *scratch,
-                             const unsigned char **k, const unsigned char **v) {
-    read_chunk(chunk, head, 1, scratch, k, v);
-}
-
-static const panel_ways ways_exact = {pack_panel_exact, read_chunk_exact, panel_chunk};
+/* Rows of a block of query tokens.  K and V are widened once for all of them. */
+enum { BLOCK_ROWS = 240 };
 
 static void prefill_exact(const pp_query_block *work) { run_prefill(work, &ways_exact); }
 static void shared_exact(const pp_shared *work) { run_shared(work, &ways_exact); }
+static int64_t bytes_exact(const pp_kv_layout *layout, int32_t arithmetic, int32_t q_dtype, int32_t rows) {
+    (void)arithmetic, (void)q_dtype;
+    return panel_bytes(&ways_exact, layout, 1, rows);
+}
+
+static const pp_way way_exact = {chunk_exact, prefill_exact, shared_exact, bytes_exact,
+                                 PP_PANEL,    BLOCK_ROWS,    PP_PANEL,     30};

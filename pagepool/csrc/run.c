@@ -66,21 +66,13 @@ static void run_block(const pp_decode_plan *plan, int32_t s, int64_t index, unsi
         .scratch = scratch,
     };
     pp_fill_chunk(plan, s, 0, 0, &work.chunk);
-    if (way_of(args) == PP_WAY_TILES)
-        kernels_of(args)->tiles->prefill(&work);
-    else
-        kernels_of(args)->prefill[way_of(args)](&work);
+    own_way(args)->prefill(&work);
 }
 
 /* Runs a slice of a chunk.  `next` is the chunk that runs after it, or NULL. */
 static void run_chunk(pp_decode_plan *plan, pp_chunk *work, int32_t sequence, int32_t slice, const pp_chunk *next) {
-    const pp_kernels *kernels = kernels_of(&plan->args);
-    const int way = way_of(&plan->args);
-    void (*const chunk)(const pp_chunk *) = way == PP_WAY_EXACT   ? kernels->chunk[plan->args.pool->layout.dtype]
-                                            : way == PP_WAY_TILES ? kernels->tiles->chunk
-                                                                  : kernels->chunk_quantised;
     if (next && next->part_begin < next->part_end && next->pool->layout.tiled) first_read(plan, next, work->next);
-    if (work->part_begin < work->part_end) chunk(work);
+    if (work->part_begin < work->part_end) own_way(&plan->args)->chunk(work);
     pp_count_chunk(plan, sequence, slice);
 }
 

@@ -4,46 +4,20 @@
  * directly from bf16 pages: 32 dims of a group are a tile.  V is copied into tiles, once per chunk for all panels.
  *
  * Tiles and vectors have separate execution units, which work in parallel only if their instructions are close
- * together.  Three jobs are therefore in progress, one in each stage.  After each step (4 products of tiles) follows an
+ * together.  Three panels are therefore in progress, one in each stage.  After each step (4 products of tiles) follows an
  * item of softmax, which takes about as long.
  *
- * Measured on Granite Rapids, for a job of 32 rows, 512 tokens and 128 dims in "bf16": 128 steps with loads from L2
- * take 4.0 us, their softmax takes 2.4 us, and both together 5.5 us.  The whole job takes about 10 us.  Real numbers
+ * Measured on Granite Rapids, for a panel of 32 rows, 512 tokens and 128 dims in "bf16": 128 steps with loads from L2
+ * take 4.0 us, their softmax takes 2.4 us, and both together 5.5 us.  The whole panel takes about 10 us.  Real numbers
  * take longer than zeros, because the tile unit then needs more power.  These changes gained nothing: items of 2, 8 or
  * 16 tiles, values in runs of 4 or 8 tiles so that weights stay in L1, weights row by row, prefetches of K and V into
  * L1, more panels for each copy of V, two copies of V instead of three.
  *
- * The jobs of each KV head are a pipeline of their own.  Its first and its last job do not overlap with others.  In a
- * prompt of 128 tokens with 4 query heads per KV head, these are 2 of 16 jobs, so a pipeline across KV heads would gain
+ * The panels of each KV head are a pipeline of their own.  Its first and its last panel do not overlap with others.  In a
+ * prompt of 128 tokens with 4 query heads per KV head, these are 2 of 16 panels, so a pipeline across KV heads would gain
  * 1 to 3 %.  A panel of up to 16 rows takes half the products. */
 
-enum { ITEM_TILES = 4, NUM_JOBS = 3 };
-
-/* K and V of one head of one chunk. */
-typedef struct amx_chunk {
-    const unsigned char *k[PP_CHUNK_GROUPS], *v[PP_CHUNK_GROUPS]; /* groups as in list_groups; v until the next read */
-    unsigned char *v_tiles; /* [parts][v_squares][tiles of tokens][2][1 KB] */
-    unsigned char *k_tail;  /* [parts][groups][1 KB]: the last dims, if they are fewer than 32 */
-    int v_in_k;             /* V is read from K: v is not set */
-    int not_finite;         /* V has a NaN or an infinity */
-} amx_chunk;
-
-typedef struct amx_job {
-    tile_job job;
-    const amx_chunk *chunk;
-    pp_running *running; /* results of the panel's rows; NULL if results go to the records of the rows */
-    float *rows;
-} amx_job;
-
-/* The work of a call on one head, and its scratch. */
-typedef struct amx_run {
-    tile_call call;
-    int64_t row_stride;
-    int count; /* number of jobs started */
-    amx_job jobs[NUM_JOBS];
-    amx_chunk chunks[NUM_JOBS];
-    tile_buffers under_way[2]; /* alternate: scores of one job are written while weights of another are read */
-} amx_run;
+enum { ITEM_TILES = 4 };
 
 /* A unit of K and V is 1 KB of each of four groups. */
 enum { AHEAD_UNITS = 3, MOST_UNITS = (PP_CHUNK_GROUPS / 4) * (PP_MAX_HEAD_DIM / 32) * 2 };
@@ -57,51 +31,39 @@ typedef struct amx_units {
     } at[MOST_UNITS];
 } amx_units;
 
-typedef struct amx_scratch {
-    amx_run *run;
-    tile_item *q;
-    float *sums, *apart, *widened, *rows;
-    pp_running *running;
-    unsigned char *groups, *v[NUM_JOBS], *k_tail[NUM_JOBS];
+/* The parts of scratch.own. */
+typedef struct amx_parts {
+    float *apart;
     amx_units *units;
-} amx_scratch;
+    unsigned char *v[IN_FLIGHT], *k_tail[IN_FLIGHT];
+} amx_parts;
 
-static int64_t lay_out_amx(const pp_kv_layout *layout, int q_parts, int32_t rows, unsigned char *memory,
-                           amx_scratch *scratch) {
+static int64_t lay_out_parts(const pp_kv_layout *layout, unsigned char *memory, amx_parts *parts) {
     int64_t at = 0;
-    const int64_t padded = (rows + PP_ROWS - 1) / PP_ROWS * PP_ROWS, item = sizeof(float);
-    const int64_t steps = (layout->head_dim + 31) / 32, v_dims = (layout->v_head_dim + 31) / 32 * 32;
-    *scratch = (amx_scratch){.run = carve(memory, &at, sizeof(amx_run))};
-    scratch->units = carve(memory, &at, sizeof(amx_units));
-    scratch->q = carve(memory, &at, padded * q_parts * steps * 32 * (int64_t)sizeof(tile_item));
-    scratch->sums = carve(memory, &at, PP_ROWS * v_dims * item);
-    scratch->apart = carve(memory, &at, PP_ROWS * v_dims * item);
-    scratch->widened = carve(memory, &at, layout->head_dim * item);
-    scratch->rows = carve(memory, &at, padded * pp_row_stride(layout) * item);
-    scratch->running = carve(memory, &at, padded * (int64_t)sizeof(pp_running));
-    scratch->groups = carve(memory, &at, groups_bytes(layout));
-    for (int i = 0; i < NUM_JOBS; i++) {
-        const int64_t tails = layout->head_dim % 32 ? PP_CHUNK_GROUPS * TILE_BYTES : 0;
-        scratch->v[i] = carve(memory, &at, pp_parts_of(layout->dtype) * PP_CHUNK * v_dims * 2);
-        scratch->k_tail[i] = carve(memory, &at, pp_parts_of(layout->dtype) * tails);
+    const int64_t v_dims = (layout->v_head_dim + 31) / 32 * 32, page_parts = pp_parts_of(layout->dtype);
+    const int64_t tails = layout->head_dim % 32 ? PP_CHUNK_GROUPS * TILE_BYTES : 0;
+    parts->units = carve(memory, &at, sizeof(amx_units));
+    parts->apart = carve(memory, &at, PP_PANEL_ROWS * v_dims * (int64_t)sizeof(float));
+    for (int i = 0; i < IN_FLIGHT; i++) {
+        parts->v[i] = carve(memory, &at, page_parts * PP_CHUNK * v_dims * 2);
+        parts->k_tail[i] = carve(memory, &at, page_parts * tails);
     }
     return at;
 }
 
-static int64_t amx_bytes(const pp_kv_layout *layout, int32_t arithmetic, int32_t q_dtype, int32_t rows) {
-    amx_scratch scratch;
-    const int64_t own = lay_out_amx(layout, pp_query_parts(arithmetic, q_dtype), rows, NULL, &scratch);
-    const int64_t by_vectors = pp_tiles_avx512_wide.bytes(layout, arithmetic, q_dtype, PP_ROWS);
-    return own > by_vectors ? own : by_vectors;
+static void lay_out_amx(const pp_kv_layout *layout, int q_parts, panel_sizes *sizes) {
+    amx_parts parts;
+    lay_out_tiles(layout, q_parts, sizes);
+    sizes->own = lay_out_parts(layout, NULL, &parts);
 }
 
 /* Address of the tile of part `other` of V for 32 tokens and dims [32 d, 32 d + 16).  The next 16 dims follow. */
-PP_INLINE unsigned char *v_tile_at(const tile_call *call, const amx_chunk *chunk, int other, int d, int t) {
+PP_INLINE unsigned char *v_tile_at(const panel_call *call, const panel_chunk *chunk, int other, int d, int t) {
     return chunk->v_tiles + ((int64_t)(other * call->v_squares + d) * PP_SQUARES + t) * 2 * TILE_BYTES;
 }
 
 /* Address of the tile of the last dims of part `other` of K for a group. */
-PP_INLINE unsigned char *k_tail_at(const amx_chunk *chunk, int other, int group) {
+PP_INLINE unsigned char *k_tail_at(const panel_chunk *chunk, int other, int group) {
     return chunk->k_tail + (int64_t)(other * PP_CHUNK_GROUPS + group) * TILE_BYTES;
 }
 
@@ -131,7 +93,7 @@ PP_INLINE __m512i turn_v(int v_head_dim, const unsigned char *k, int from, uint3
 
 /* Copies V of token tile t, 32 dims from 32 d on, into two tiles.  Tokens that are not in `seen` become zeros.  Returns
  * the larger exponents of V and `most`. */
-PP_INLINE __m512i copy_v_square(const tile_call *call, const amx_chunk *chunk, int t, int d, uint32_t seen,
+PP_INLINE __m512i copy_v_square(const panel_call *call, const panel_chunk *chunk, int t, int d, uint32_t seen,
                                 unsigned char *to, __m512i most) {
     const int64_t run = 32 * d / PP_V_RUN * PP_V_RUN;
     if (chunk->v_in_k) {
@@ -158,7 +120,7 @@ PP_INLINE __m512i copy_v_square(const tile_call *call, const amx_chunk *chunk, i
 }
 
 /* Copies V of token tile t into tiles.  Tokens that are not in `seen` become zeros.  Returns 1 if V is not finite. */
-static int copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int t, uint32_t seen) {
+static int copy_v_into_tiles(const panel_call *call, const panel_chunk *chunk, int t, uint32_t seen) {
     __m512i most = _mm512_setzero_si512();
     for (int d = 0; d < call->v_squares; d++) {
         most = copy_v_square(call, chunk, t, d, seen, v_tile_at(call, chunk, 0, d, t), most);
@@ -171,18 +133,18 @@ static int copy_v_into_tiles(const tile_call *call, const amx_chunk *chunk, int 
 
 /* Lists the groups of a chunk, and copies the last dims of K if they are fewer than 32.  Returns the number of
  * groups. */
-static int list_groups_amx(const tile_call *call, const pp_chunk *from, int32_t head, unsigned char *groups,
-                           amx_chunk *chunk) {
+static int list_groups_amx(const panel_run *run, const pp_chunk *from, int32_t head, panel_chunk *chunk) {
+    const panel_call *call = &run->call;
     const pp_kv_layout *layout = &from->pool->layout;
     const int tail = call->head_dim % 32;
     int count;
     chunk->v_in_k = layout->v_in_k && layout->tiled && layout->dtype == PP_BF16;
     if (chunk->v_in_k) {
-        count = count_groups(from);
+        count = count_groups(chunk);
         pp_list_groups(from, from->end, chunk->k);
         for (int i = 0; i < count + 2; i++) chunk->k[i] += head * layout->head_bytes;
     } else
-        count = list_groups(call, from, head, groups, chunk->k, chunk->v);
+        count = list_groups(run, from, head, chunk);
     for (int i = 0; tail && i < call->page_parts * count; i++) {
         const int other = i / count, g = i % count;
         const unsigned char *last = chunk->k[g] + other * call->k_step + call->head_dim / 32 * PP_K_TILE;
@@ -192,18 +154,21 @@ static int list_groups_amx(const tile_call *call, const pp_chunk *from, int32_t 
     return count;
 }
 
-/* Prepares K and V of a chunk as tiles.  Tile 0 begins at token `begin`. */
-static void read_chunk_amx(const tile_call *call, const pp_chunk *from, int32_t head, int64_t begin,
-                           unsigned char *groups, amx_chunk *chunk) {
-    const int count = list_groups_amx(call, from, head, groups, chunk);
-    chunk->not_finite = 0;
-    for (int t = 0; 2 * t < count; t++) {
-        const int64_t at = begin + t * PP_TILE;
-        chunk->not_finite |= copy_v_into_tiles(call, chunk, t, pp_bits_between(from->first - at, from->end - at));
-    }
+/* The tokens of tile t that are in the chunk. */
+static uint32_t tokens_of(const panel_chunk *chunk, int t) {
+    const int64_t at = chunk->begin + t * PP_TILE;
+    return pp_bits_between(chunk->first - at, chunk->end - at);
 }
 
-/* The softmax of a job.  Its items are spread evenly over the steps of other jobs. */
+/* Prepares K and V of a chunk as tiles. */
+static void read_amx(const panel_run *run, const pp_chunk *from, int32_t head, panel_chunk *chunk) {
+    const int count = list_groups_amx(run, from, head, chunk);
+    chunk->not_finite = 0;
+    for (int t = 0; 2 * t < count; t++)
+        chunk->not_finite |= copy_v_into_tiles(&run->call, chunk, t, tokens_of(chunk, t));
+}
+
+/* The softmax of a panel.  Its items are spread evenly over the steps of other panels. */
 typedef struct amx_softmax {
     tile_softmax next;
     int64_t items, steps, credit;
@@ -245,10 +210,9 @@ PP_INLINE void square_store(float *to, int64_t step, int two) {
 }
 
 /* Scores of 32 tokens. */
-PP_INLINE void square_of_scores(const int PARTS, const amx_job *a, int t, amx_softmax *x) {
-    const tile_job *job = &a->job;
-    const tile_call *call = job->call;
-    const int two = job->rows > TILE_ROWS, whole = call->head_dim / 32;
+PP_INLINE void square_of_scores(const int PARTS, const pp_panel *a, int t, amx_softmax *x) {
+    const panel_call *call = a->call;
+    const int two = a->rows > TILE_ROWS, whole = call->head_dim / 32;
     square_zero();
     for (int i = 0; i < call->steps; i++)
         for (int other = call->page_parts - 1; other >= 0; other--) { /* smallest part first */
@@ -261,210 +225,137 @@ PP_INLINE void square_of_scores(const int PARTS, const amx_job *a, int t, amx_so
             tile_stream(6, left, TILE_ROW_BYTES);
             tile_stream(7, right, TILE_ROW_BYTES);
             for (int part = call->q_parts - 1; part >= 0; part--) {
-                square_dot(queries_at(call, job->q, part, i), two);
+                square_dot(queries_at(call, a->q, part, i), two);
                 if (x) step_done(PARTS, x);
             }
         }
-    square_store(job->to->s + t * PP_TILE, PP_SCORE_STEP, two);
+    square_store(a->to->s + t * PP_TILE, PP_SCORE_STEP, two);
 }
 
 /* Multiplies the panel's weights by 32 dims of V. */
-PP_INLINE void dims_of_values(const int PARTS, const amx_job *c, int d, float *sums, amx_softmax *x) {
-    const tile_job *job = &c->job;
-    const int two = job->rows > TILE_ROWS;
+PP_INLINE void dims_of_values(const int PARTS, const pp_panel *c, int d, float *sums, amx_softmax *x) {
+    const int two = c->rows > TILE_ROWS;
     square_zero();
-    for (int t = job->first; t < job->end; t++)
-        for (int other = job->call->page_parts - 1; other >= 0; other--) {
-            const unsigned char *v = v_tile_at(job->call, c->chunk, other, d, t);
+    for (int t = c->first; t < c->end; t++)
+        for (int other = c->call->page_parts - 1; other >= 0; other--) {
+            const unsigned char *v = v_tile_at(c->call, c->chunk, other, d, t);
             tile_stream(6, v, TILE_ROW_BYTES);
             tile_stream(7, v + TILE_BYTES, TILE_ROW_BYTES);
             PP_UNROLL for (int part = PARTS - 1; part >= 0; part--) {
-                square_dot(job->to->p[part][t], two);
+                square_dot(c->to->p[part][t], two);
                 if (x) step_done(PARTS, x);
             }
         }
-    square_store(sums + 32 * d, job->call->v_squares * 32, two);
+    square_store(sums + 32 * d, c->call->sums_step, two);
 }
 
-static void finish_job(const amx_run *run, const amx_job *c) {
-    if (c->running)
-        merge_job(&c->job, c->running, c->rows, run->row_stride);
-    else
-        record_job(&c->job, run->row_stride);
-}
-
-/* Runs one stage of each of up to three jobs: scores of a, softmax of b, values of c.  Then records the result of c. */
-PP_INLINE void stages(const int PARTS, const amx_run *run, const amx_job *a, const amx_job *b, const amx_job *c) {
-    const tile_call *call = &run->call;
-    const int squares = a ? a->job.end - a->job.first : 0, v_squares = call->v_squares;
+/* Runs one stage of each of up to three panels: scores of a, softmax of b, values of c.  Then finishes c. */
+PP_INLINE void stages(const int PARTS, const panel_run *run, const pp_panel *a, const pp_panel *b, const pp_panel *c) {
+    const panel_call *call = &run->call;
+    const int squares = a ? a->end - a->first : 0, v_squares = call->v_squares;
     amx_softmax x = {.steps = (int64_t)squares * call->steps * call->q_parts * call->page_parts};
-    if (c) x.steps += (int64_t)v_squares * (c->job.end - c->job.first) * PARTS * call->page_parts;
+    if (c) x.steps += (int64_t)v_squares * (c->end - c->first) * PARTS * call->page_parts;
     if (b) {
-        x.next = (tile_softmax){.job = &b->job, .tile = b->job.first};
-        x.items = (int64_t)b->job.rows * ((b->job.end - b->job.first + ITEM_TILES - 1) / ITEM_TILES);
+        x.next = (tile_softmax){.panel = b, .tile = b->first};
+        x.items = (int64_t)b->rows * ((b->end - b->first + ITEM_TILES - 1) / ITEM_TILES);
     }
     if (b && x.steps) {
         for (int d = 0, t = 0; d < v_squares; d++) {
-            if (c) dims_of_values(PARTS, c, d, c->job.sums, &x);
+            if (c) dims_of_values(PARTS, c, d, c->sums, &x);
             for (const int end = squares * (d + 1) / v_squares; t < end; t++)
-                square_of_scores(PARTS, a, a->job.first + t, &x);
+                square_of_scores(PARTS, a, a->first + t, &x);
         }
     } else {
         for (int64_t i = 0; i < x.items; i++) softmax_item(PARTS, ITEM_TILES, &x.next);
-        for (int d = 0; c && d < v_squares; d++) dims_of_values(PARTS, c, d, c->job.sums, NULL);
-        for (int t = 0; t < squares; t++) square_of_scores(PARTS, a, a->job.first + t, NULL);
+        for (int d = 0; c && d < v_squares; d++) dims_of_values(PARTS, c, d, c->sums, NULL);
+        for (int t = 0; t < squares; t++) square_of_scores(PARTS, a, a->first + t, NULL);
     }
-    if (c) finish_job(run, c);
+    if (c) finish_panel(c);
 }
-static __attribute__((noinline)) void stages_1(const amx_run *run, const amx_job *a, const amx_job *b,
-                                               const amx_job *c) {
+static __attribute__((noinline)) void stages_1(const panel_run *run, const pp_panel *a, const pp_panel *b,
+                                               const pp_panel *c) {
     stages(1, run, a, b, c);
 }
-static __attribute__((noinline)) void stages_2(const amx_run *run, const amx_job *a, const amx_job *b,
-                                               const amx_job *c) {
+static __attribute__((noinline)) void stages_2(const panel_run *run, const pp_panel *a, const pp_panel *b,
+                                               const pp_panel *c) {
     stages(2, run, a, b, c);
 }
-static void run_stages(const amx_run *run, const amx_job *a, const amx_job *b, const amx_job *c) {
+static void run_stages(const panel_run *run, const pp_panel *a, const pp_panel *b, const pp_panel *c) {
     (run->call.p_parts == 1 ? stages_1 : stages_2)(run, a, b, c);
 }
 
-/* Returns the job that was started `back` jobs ago, or NULL. */
-static amx_job *job_before(amx_run *run, int back) {
-    return run->count >= back ? &run->jobs[(run->count - back) % NUM_JOBS] : NULL;
+/* Returns the panel that was started `back` panels ago, or NULL. */
+static pp_panel *panel_before(panel_run *run, int back) {
+    return run->count >= back ? &run->panels[(run->count - back) % IN_FLIGHT] : NULL;
 }
 
-/* Finishes the jobs in progress. */
-static void drain(amx_run *run) {
+/* Finishes the panels in progress. */
+static void drain_amx(panel_run *run) {
     if (!run->count) return;
-    run_stages(run, NULL, job_before(run, 1), job_before(run, 2));
-    run_stages(run, NULL, NULL, job_before(run, 1));
+    run_stages(run, NULL, panel_before(run, 1), panel_before(run, 2));
+    run_stages(run, NULL, NULL, panel_before(run, 1));
     run->count = 0;
 }
 
-/* Runs a job if V of its chunk is not finite, because a weight of 0 does not mask such a V.  Computes the values query
- * by query, with masked tokens zeroed for each query. */
-static void run_apart(amx_run *run, amx_job *a, float *apart) {
-    tile_job *job = &a->job;
-    const tile_call *call = job->call;
-    const int64_t sums_step = call->v_squares * 32;
-    for (int t = job->first; t < job->end; t++)
+/* Computes a panel if V of its chunk is not finite, because a weight of 0 does not mask such a V.  Computes the values
+ * query by query, with masked tokens zeroed for each query. */
+static void compute_apart(const panel_run *run, pp_panel *a) {
+    const panel_call *call = a->call;
+    amx_parts own;
+    lay_out_parts(run->layout, run->scratch.own, &own);
+    for (int t = a->first; t < a->end; t++)
         call->p_parts == 1 ? square_of_scores(1, a, t, NULL) : square_of_scores(2, a, t, NULL);
-    softmax_of_job(job);
-    for (int from = 0, to; from < job->rows; from = to) {
-        for (to = from + 1; to < job->rows && job->row[to].view == job->row[from].view &&
-                            job->row[to].query == job->row[from].query;)
+    softmax_of_panel(a);
+    for (int from = 0, to; from < a->rows; from = to) {
+        for (to = from + 1;
+             to < a->rows && a->row[to].view == a->row[from].view && a->row[to].query == a->row[from].query;)
             to++;
-        for (int t = job->first; t < job->end; t++)
-            if (!job->whole[t]) copy_v_into_tiles(call, a->chunk, t, job->seen[t][from]);
+        for (int t = a->first; t < a->end; t++)
+            if (!a->whole[t]) copy_v_into_tiles(call, a->chunk, t, a->seen[t][from]);
         for (int d = 0; d < call->v_squares; d++)
-            call->p_parts == 1 ? dims_of_values(1, a, d, apart, NULL) : dims_of_values(2, a, d, apart, NULL);
-        memcpy(job->sums + from * sums_step, apart + from * sums_step,
-               (size_t)((to - from) * sums_step) * sizeof(float));
+            call->p_parts == 1 ? dims_of_values(1, a, d, own.apart, NULL) : dims_of_values(2, a, d, own.apart, NULL);
+        memcpy(a->sums + from * call->sums_step, own.apart + from * call->sums_step,
+               (size_t)((to - from) * call->sums_step) * sizeof(float));
     }
-    finish_job(run, a);
+    for (int t = a->first; t < a->end; t++) copy_v_into_tiles(call, a->chunk, t, tokens_of(a->chunk, t));
+    finish_panel(a);
 }
 
-/* Starts the next job.  Its rows and its chunk must be set. */
-static void push(amx_run *run, amx_job *a, const pp_chunk *from, float *apart) {
-    look_at_squares(&a->job, from->end);
-    if (a->job.first >= a->job.end) {
-        if (!a->running) record_job(&a->job, run->row_stride);
+/* Starts the next panel. */
+static void push_amx(panel_run *run, pp_panel *a) {
+    if (a->chunk->not_finite && !a->whole_panel) {
+        drain_amx(run);
+        compute_apart(run, a);
         return;
     }
-    if (a->chunk->not_finite && !a->job.whole_panel) {
-        amx_job own = *a;
-        drain(run);
-        run_apart(run, &own, apart);
-        for (int t = own.job.first; t < own.job.end; t++) {
-            const int64_t at = own.job.begin + t * PP_TILE;
-            copy_v_into_tiles(&run->call, own.chunk, t, pp_bits_between(from->first - at, from->end - at));
-        }
-        return;
-    }
-    run_stages(run, a, job_before(run, 1), job_before(run, 2));
+    run_stages(run, a, panel_before(run, 1), panel_before(run, 2));
     run->count++;
 }
 
-/* Returns the struct to use for the next job. */
-static amx_job *next_job(amx_run *run, const amx_scratch *scratch, const amx_chunk *chunk, int64_t begin,
-                         const tile_item *q) {
-    amx_job *a = &run->jobs[run->count % NUM_JOBS];
-    a->job.call = &run->call;
-    a->job.to = &run->under_way[run->count % 2];
-    a->job.q = q;
-    a->job.sums = scratch->sums;
-    a->job.begin = begin;
-    a->chunk = chunk;
-    a->running = NULL;
-    return a;
+static void begin_amx(panel_run *run) {
+    amx_parts own;
+    lay_out_parts(run->layout, run->scratch.own, &own);
+    for (int i = 0; i < IN_FLIGHT; i++) {
+        run->chunks[i].v_tiles = own.v[i];
+        run->chunks[i].k_tail = own.k_tail[i];
+    }
 }
 
-static amx_run *begin_run(const pp_chunk *chunk, int32_t kv_head, int rows, amx_scratch *scratch) {
-    amx_run *run = scratch->run;
-    run->call = begin_call(chunk, kv_head);
-    run->row_stride = pp_row_stride(&chunk->pool->layout);
-    run->count = 0;
-    for (int i = 0; i < NUM_JOBS; i++) {
-        run->chunks[i].v_tiles = scratch->v[i];
-        run->chunks[i].k_tail = scratch->k_tail[i];
-    }
-    tiles_begin(rows);
-    return run;
-}
+static const panel_ways ways_amx = {.lay_out = lay_out_amx,
+                                    .begin = begin_amx,
+                                    .pack = pack_tiles,
+                                    .read = read_amx,
+                                    .push = push_amx,
+                                    .drain = drain_amx};
 
 static void prefill_amx(const pp_query_block *work) {
-    const pp_kv_layout *layout = &work->chunk.pool->layout;
-    const int32_t rows = (work->query_end - work->query_begin) * work->chunk.group_size;
-    pp_chunk chunk = work->chunk;
-    amx_scratch scratch;
-    lay_out_amx(layout, pp_query_parts(chunk.arithmetic, chunk.q_dtype), rows, work->scratch, &scratch);
-    amx_run *run = begin_run(&chunk, work->kv_head, TILE_ROWS, &scratch);
-    const int64_t q_items = (int64_t)run->call.q_parts * run->call.steps * PP_SQUARE;
-    for (int32_t r = 0; r < rows; r += PP_ROWS) {
-        amx_job *a = next_job(run, &scratch, NULL, 0, NULL);
-        list_job_rows(work, r, &a->job);
-        cut_queries(&a->job, work->queries.dtype, scratch.widened, scratch.q + r / PP_ROWS * q_items);
-    }
-    for (int32_t r = 0; r < rows; r++) scratch.running[r] = (pp_running){.some = 0};
-    const int64_t first = pp_first_seen(&chunk.view, work->query_begin);
-    const int64_t last = pp_end_seen(&chunk.view, work->query_end - 1);
-    int number = 0;
-    for (chunk.begin = first / PP_CHUNK * PP_CHUNK; chunk.begin < last; chunk.begin += PP_CHUNK, number++) {
-        amx_chunk *at = &run->chunks[number % NUM_JOBS];
-        chunk.first = first > chunk.begin ? first : chunk.begin;
-        chunk.end = chunk.begin + PP_CHUNK < last ? chunk.begin + PP_CHUNK : last;
-        const int64_t begin = chunk.first / PP_TILE * PP_TILE;
-        read_chunk_amx(&run->call, &chunk, work->kv_head, begin, scratch.groups, at);
-        for (int32_t r = 0; r < rows; r += PP_ROWS) {
-            amx_job *a = next_job(run, &scratch, at, begin, scratch.q + r / PP_ROWS * q_items);
-            list_job_rows(work, r, &a->job);
-            a->running = scratch.running + r;
-            a->rows = scratch.rows + r * run->row_stride;
-            push(run, a, &chunk, scratch.apart);
-        }
-    }
-    drain(run);
+    tiles_begin(TILE_ROWS);
+    run_prefill(work, &ways_amx);
     tiles_end();
-    write_rows_of_unit(work, scratch.running, scratch.rows, run->row_stride);
 }
 
-/* Panels of up to 32 rows.  The queries of a panel are needed only until its scores are computed, which is
- * immediately. */
 static void shared_amx(const pp_shared *work) {
-    const pp_chunk *chunk = &work->chunk;
-    const int64_t begin = chunk->first / PP_TILE * PP_TILE;
-    amx_scratch scratch;
-    const int q_parts = pp_query_parts(chunk->arithmetic, work->q_dtype);
-    lay_out_amx(&chunk->pool->layout, q_parts, PP_ROWS, work->scratch, &scratch);
-    amx_run *run = begin_run(chunk, work->kv_head, TILE_ROWS, &scratch);
-    read_chunk_amx(&run->call, chunk, work->kv_head, begin, scratch.groups, &run->chunks[0]);
-    for (;;) {
-        amx_job *a = next_job(run, &scratch, &run->chunks[0], begin, scratch.q);
-        a->job.rows = work->next_rows(work->context, a->job.row);
-        if (!a->job.rows) break;
-        cut_queries(&a->job, work->q_dtype, scratch.widened, scratch.q);
-        push(run, a, chunk, scratch.apart);
-    }
-    drain(run);
+    tiles_begin(TILE_ROWS);
+    run_shared(work, &ways_amx);
     tiles_end();
 }

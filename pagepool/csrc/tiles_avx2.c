@@ -15,7 +15,7 @@
 
 #define PP_ISA avx2
 #define PP_DOT_BY_FMA
-#include "tiles_of_isa.h"
+#include "tiles_vectors.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -5,4 +5,4 @@
 
 #define PP_ISA baseline
 #define PP_DOT_BY_DOUBLE
-#include "tiles_of_isa.h"
+#include "tiles_vectors.h"

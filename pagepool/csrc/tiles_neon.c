@@ -8,7 +8,7 @@
 
 #define PP_ISA neon
 #define PP_DOT_BY_DOUBLE
-#include "tiles_of_isa.h"
+#include "tiles_vectors.h"
 
 #else
 typedef int pp_not_this_architecture; /* ISO C requires a declaration in every file */

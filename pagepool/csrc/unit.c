@@ -23,7 +23,9 @@ void pp_fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int32_t
     const pp_kv_layout *layout = &args->pool->layout;
     const int32_t seq_len = plan->seq_lens[s], num_queries = queries_of(plan, s);
     const int32_t group_size = args->num_qo_heads / layout->num_kv_heads;
-    const int32_t parts = parts_of(args, group_size * num_queries);
+    const int32_t head_rows = group_size * num_queries, parts = parts_of(args, head_rows);
+    const int32_t most = kernels_of(args)->max_rows;
+    const int32_t part_begin = slice_border(plan, parts, slice), part_end = slice_border(plan, parts, slice + 1);
     const int64_t num_rows = (int64_t)num_queries * args->num_qo_heads;
     const int64_t elements = record_of(plan->row_elements, args->num_qo_heads, num_queries);
     const pp_view view = view_of(args, s, seq_len, num_queries);
@@ -39,8 +41,10 @@ void pp_fill_chunk(const pp_decode_plan *plan, int32_t s, int64_t place, int32_t
                        .end = begin + PP_CHUNK < seq_len ? begin + PP_CHUNK : seq_len,
                        .first = first > begin ? first : begin,
                        .view = view,
-                       .part_begin = slice_border(plan, parts, slice),
-                       .part_end = slice_border(plan, parts, slice + 1),
+                       .part_begin = part_begin,
+                       .part_end = part_end,
+                       .row_begin = pp_row_of_part(head_rows, most, part_begin),
+                       .row_end = pp_row_of_part(head_rows, most, part_end),
                        .group_size = group_size,
                        .arithmetic = args->arithmetic,
                        .q_dtype = args->q_dtype,

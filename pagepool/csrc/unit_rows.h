@@ -1,19 +1,4 @@
-/* unit_rows.h: how rows are cut into parts, and the rows of a unit of prefill while its chunks are merged.  Once per
- * ISA, after softmax_math.h. */
-
-/* Cuts the rows of a kv head into parts that share loads.  The parts have about equal sizes of up to PP_MAX_HEADS. */
-PP_INLINE int32_t num_parts(int32_t head_rows) {
-    return head_rows / PP_MAX_HEADS + (head_rows % PP_MAX_HEADS != 0);
-}
-PP_INLINE int32_t part_border(int32_t head_rows, int32_t part) {
-    if (num_parts(head_rows) == 1) return part * head_rows; /* usual case, avoids a division */
-    return (int32_t)((int64_t)head_rows * part / num_parts(head_rows));
-}
-/* The first row of a part; parts are numbered through all kv heads. */
-PP_INLINE int32_t row_of_part(int32_t head_rows, int32_t part) {
-    if (num_parts(head_rows) == 1) return part * head_rows;
-    return part / num_parts(head_rows) * head_rows + part_border(head_rows, part % num_parts(head_rows));
-}
+/* unit_rows.h: the rows of a unit of prefill while its chunks are merged.  Once per ISA, after softmax_math.h. */
 
 /* The result of a row over the chunks so far: `m`, `total` and a row of weighted sums. */
 typedef struct pp_running {

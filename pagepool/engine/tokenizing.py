@@ -23,7 +23,7 @@ MAX_TOKENIZERS = 2  # number of prompts that are tokenized at the same time, eac
 # with the last tokens of the prompt.
 CONTEXT = 6
 REPLACEMENT = "\ufffd"  # decoders return it for an incomplete character
-MAX_INCOMPLETE = 3  # # tokens of an incomplete character, at most: characters have up to 4 bytes, tokens at least 1
+MAX_INCOMPLETE = 3  # tokens of an incomplete character, at most: characters have up to 4 bytes, tokens at least 1
 
 
 class Encoder:

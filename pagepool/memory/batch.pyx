@@ -115,7 +115,7 @@ def append_batch(list states not None, list counts not None):
                 f"it may have from 0 to {state.max_blocks_per_seq * <int64_t>state.block_size}"
             )
         total += wanted
-    if total and total > allocator.c_free_count():  # # no copy is counted for the last sharer of a block
+    if total and total > allocator.c_free_count():  # no copy is counted for the last sharer of a block
         total -= last_to_share(states)
         if total > allocator.c_available():
             raise allocator.refused(total)

@@ -98,7 +98,7 @@ class Sequence:
     _arrived: int = field(default=0, init=False)
     # While it is deferred: the leader, which computes its next blocks, and the tokens that it must process first.
     _awaits: tuple[Sequence, int] | None = field(default=None, init=False)
-    # # Maximum number of output tokens. Then the end of the prefill, which includes outputs that are recomputed after a
+    # Maximum number of output tokens. Then the end of the prefill, which includes outputs that are recomputed after a
     # preemption.
     _max_output: int = field(init=False)
     _prefill_end: int = field(init=False)
