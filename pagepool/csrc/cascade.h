@@ -11,7 +11,7 @@
 #ifndef PP_CASCADE_H
 #define PP_CASCADE_H
 
-#include "plan.h"
+#include "extent.h"
 
 /* Finds the runs of sequences that share chunks.  Sets the fields order, common, shared_chunks, shared, num_shared and
  * heads_left of the plan.  The tables of the plan must have been copied before. */

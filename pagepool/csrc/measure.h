@@ -2,7 +2,7 @@
 #ifndef PP_MEASURE_H
 #define PP_MEASURE_H
 
-#include "plan.h"
+#include "extent.h"
 
 enum { PP_WORKSPACE_ALIGN = 64 };
 

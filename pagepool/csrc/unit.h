@@ -2,7 +2,7 @@
 #ifndef PP_UNIT_H
 #define PP_UNIT_H
 
-#include "plan.h"
+#include "extent.h"
 
 /* The queries of a sequence in the caller's memory. */
 pp_queries pp_queries_from(const pp_decode_plan *plan, int32_t s, float *widened);
