@@ -102,8 +102,8 @@ PP_API pp_status pp_kv_layout_init(pp_kv_layout *layout, int32_t num_layers, int
 PP_API pp_status pp_kv_layout_init_v(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
                                      int32_t v_head_dim, int v_in_k, int32_t block_size, pp_dtype dtype);
 
-/* The same for K in `dtype` and V in `v_dtype`: equal, or PP_INT8 and PP_INT4.  Quantised dtypes require a block_size that
- * is a multiple of 16; v_in_k is not supported. */
+/* The same for K in `dtype` and V in `v_dtype`: equal, or PP_INT8 and PP_INT4.  Quantised dtypes require a block_size
+ * that is a multiple of 16; v_in_k is not supported. */
 PP_API pp_status pp_kv_layout_init_dtypes(pp_kv_layout *layout, int32_t num_layers, int32_t num_kv_heads,
                                           int32_t head_dim, int32_t v_head_dim, int32_t block_size, pp_dtype dtype,
                                           pp_dtype v_dtype);

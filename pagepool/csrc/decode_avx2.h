@@ -327,8 +327,8 @@ PP_INLINE void tile_values(const int DT, int heads, const stages *of, const pp_t
     if (d < dims) PP_BY_DTYPE(DT, values_left)(heads, tile, d, from, to, p, o);
 }
 
-PP_FOR_HEADS(make_weights_of, PP_QUANTISED, (int heads, float *s, float *m, float *rows, int64_t row_stride, float *rescale,
-                                         int *raised),
+PP_FOR_HEADS(make_weights_of, PP_QUANTISED,
+             (int heads, float *s, float *m, float *rows, int64_t row_stride, float *rescale, int *raised),
              (heads, s, m, rows, row_stride, rescale, raised),
              *raised = make_weights(HEADS, s, m, rows, row_stride, rescale))
 

@@ -1,5 +1,5 @@
-/* extent.h: questions about the arguments of decode and about its plan: which chunks and blocks a sequence sees, and how
- * it is computed.  For measure.c, plan.c, unit.c, cascade.c and run.c. */
+/* extent.h: questions about the arguments of decode and about its plan: which chunks and blocks a sequence sees, and
+ * how it is computed.  For measure.c, plan.c, unit.c, cascade.c and run.c. */
 #ifndef PP_EXTENT_H
 #define PP_EXTENT_H
 

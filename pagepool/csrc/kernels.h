@@ -65,8 +65,8 @@ typedef struct pp_chunk {
     float *rows, *m;
     float *seen;                /* NULL if the only query token sees all tokens from `first` on */
     int64_t row_stride;         /* v_head_dim rounded up to 16, and 16 more */
-    unsigned char *scratch;     /* `bytes` of a panel's rows; in exact arithmetic and over quantised pages memory for two
-                                   groups of one head, or NULL if the kernels read the pages directly */
+    unsigned char *scratch;     /* `bytes` of a panel's rows; in exact arithmetic and over quantised pages memory for
+                                   two groups of one head, or NULL if the kernels read the pages directly */
     const unsigned char *next[4]; /* read after this chunk (K of 4 groups), prefetched; or NULLs */
 } pp_chunk;
 

@@ -1,4 +1,5 @@
-/* kernels_avx512.h: the kernels for CPUs with AVX-512.  Those of quantised pages need AVX512_VNNI (pp_kernels_quantised).
+/* kernels_avx512.h: the kernels for CPUs with AVX-512.  Those of quantised pages need AVX512_VNNI
+ * (pp_kernels_quantised).
  *
  * Included once with PP_WIDE 0, for cores with 256-bit vector units (Zen 4), and once with PP_WIDE 1, for cores with
  * 512-bit units. simd_avx512.h describes the differences.  Both compute the same bits. */

@@ -1,8 +1,8 @@
 /* panel.h: the driver of blocks of query tokens, of chunks that several sequences share, and of decode by panels.
  *
- * A panel is up to PP_PANEL_ROWS rows of one kv head (a row: one query head of one query token, of any sequence): a tile
- * of a matrix product.  No canonical sum (reference/canonical.py) runs across rows, so the bits of a row do not depend
- * on its panel, and the number of rows is free.  A panel goes through a chunk of 512 tokens in three stages:
+ * A panel is up to PP_PANEL_ROWS rows of one kv head (a row: one query head of one query token, of any sequence): a
+ * tile of a matrix product.  No canonical sum (reference/canonical.py) runs across rows, so the bits of a row do not
+ * depend on its panel, and the number of rows is free.  A panel goes through a chunk of 512 tokens in three stages:
  *
  *   scores   of all tiles of 32 tokens
  *   softmax  scores become weights
@@ -14,8 +14,8 @@
  *
  *   PP_PANEL_ROWS   at most 32
  *   IN_FLIGHT       number of panels that are computed at once
- *   panel_buffers   scores and weights of a panel.  It has m[] and total[], the shift and the sum of the weights of each
- *                   row
+ *   panel_buffers   scores and weights of a panel.  It has m[] and total[], the shift and the sum of the weights of
+ *                   each row
  *   settled         a function of a finished vector of sums */
 enum { PP_TILES = PP_CHUNK / PP_TILE, NUM_BUFFERS = (IN_FLIGHT + 1) / 2 };
 

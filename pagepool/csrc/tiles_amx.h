@@ -4,8 +4,8 @@
  * directly from bf16 pages: 32 dims of a group are a tile.  V is copied into tiles, once per chunk for all panels.
  *
  * Tiles and vectors have separate execution units, which work in parallel only if their instructions are close
- * together.  Three panels are therefore in progress, one in each stage.  After each step (4 products of tiles) follows an
- * item of softmax, which takes about as long.
+ * together.  Three panels are therefore in progress, one in each stage.  After each step (4 products of tiles) follows
+ * an item of softmax, which takes about as long.
  *
  * Measured on Granite Rapids, for a panel of 32 rows, 512 tokens and 128 dims in "bf16": 128 steps with loads from L2
  * take 4.0 us, their softmax takes 2.4 us, and both together 5.5 us.  The whole panel takes about 10 us.  Real numbers
@@ -13,9 +13,9 @@
  * 16 tiles, values in runs of 4 or 8 tiles so that weights stay in L1, weights row by row, prefetches of K and V into
  * L1, more panels for each copy of V, two copies of V instead of three.
  *
- * The panels of each KV head are a pipeline of their own.  Its first and its last panel do not overlap with others.  In a
- * prompt of 128 tokens with 4 query heads per KV head, these are 2 of 16 panels, so a pipeline across KV heads would gain
- * 1 to 3 %.  A panel of up to 16 rows takes half the products. */
+ * The panels of each KV head are a pipeline of their own.  Its first and its last panel do not overlap with others.  In
+ * a prompt of 128 tokens with 4 query heads per KV head, these are 2 of 16 panels, so a pipeline across KV heads would
+ * gain 1 to 3 %.  A panel of up to 16 rows takes half the products. */
 
 enum { ITEM_TILES = 4 };
 

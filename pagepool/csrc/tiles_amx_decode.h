@@ -90,8 +90,8 @@ PP_INLINE int copy_v_of_few(const pp_panel *a, int d, int t, unsigned char *to) 
         tile_dot(C, 4, B); \
     } while (0)
 
-/* Weights times V of all tiles of a panel.  V of a tile of tokens is copied while the tile before is multiplied.  Returns
- * 1 if the result is wrong, because V is not finite and masked for a row. */
+/* Weights times V of all tiles of a panel.  V of a tile of tokens is copied while the tile before is multiplied.
+ * Returns 1 if the result is wrong, because V is not finite and masked for a row. */
 PP_INLINE int values_of_few(const int PARTS, const pp_panel *a, amx_units *units) {
     enum { BYTES = 4 * TILE_BYTES };
     const panel_call *call = a->call;

@@ -53,7 +53,8 @@ static inline void copy_query(const panel_call *call, const unsigned char *q, ti
     memcpy(to + i * PP_SQUARE, q + 64 * i, (size_t)(call->head_dim - 32 * i) * 2);
 }
 
-/* Splits the queries of the panel's rows into parts: [q_parts][steps][32 rows][32].  Dims after the last one are zeros. */
+/* Splits the queries of the panel's rows into parts: [q_parts][steps][32 rows][32].  Dims after the last one are zeros.
+ * */
 static void pack_tiles(const panel_run *run, const pp_panel *panel, const pp_chunk *chunk, int32_t kv_head,
                        int32_t q_dtype, void *packed) {
     const panel_call *call = &run->call;

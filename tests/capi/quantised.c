@@ -1,6 +1,6 @@
-/* quantised.c: every dtype, and every pair of dtypes of K and V.  The pages end at the end of a mapping and first contain garbage.
- * Appended rows are read back within the error of their dtype.  Attention matches a plain loop in double.  Its bits do
- * not depend on threads, the order of units, blocks of queries or shared prefixes.
+/* quantised.c: every dtype, and every pair of dtypes of K and V.  The pages end at the end of a mapping and first
+ * contain garbage. Appended rows are read back within the error of their dtype.  Attention matches a plain loop in
+ * double.  Its bits do not depend on threads, the order of units, blocks of queries or shared prefixes.
  *
  * Prints the instruction set and a hash of all results, the same for all sets with fma.  Argument: n, to run only every
  * n-th case (default 1). */
