@@ -10,6 +10,9 @@ pp_status pp_check_decode(const pp_decode_args *args) {
     const pp_kv_layout *layout = &args->pool->layout;
     const float cap = args->logits_soft_cap;   /* 1 / cap must be finite */
     const float scale = fabsf(args->sm_scale); /* scale * log2(e) must be finite */
+    int64_t bytes; /* the first ids are read before all spans are checked */
+    if (__builtin_mul_overflow(args->block_tables_stride, 4 * (int64_t)args->num_seqs, &bytes))
+        return PP_INVALID_ARGUMENT;
     if (args->layer < 0 || args->layer >= layout->num_layers || args->num_seqs < 0 || args->num_qo_heads < 1 ||
         args->num_qo_heads % layout->num_kv_heads || args->block_tables_width < 0 || args->window < 0 ||
         (args->query_start_loc && args->query_start_loc[0]) ||
