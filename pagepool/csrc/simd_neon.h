@@ -23,8 +23,9 @@ static inline pp_v v_fma_once(pp_v a, pp_v b, pp_v c) { return v_fma(a, b, c); }
 typedef pp_v pp_broadcast;
 static inline pp_broadcast v_broadcast(const float *b) { return v_set1(*b); }
 static inline pp_v v_fma_broadcast(pp_v a, pp_broadcast b, pp_v c) { return v_fma(a, b, c); }
-/* A NaN is kept. */
-static inline pp_v v_max(pp_v a, pp_v b) { return vmaxq_f32(a, b); }
+/* A NaN in b is kept.  One in a is not, as on the other instruction sets: vmaxq_f32 would keep it, and a score that is
+ * not a number would hide the scores of the other rows. */
+static inline pp_v v_max(pp_v a, pp_v b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
 /* 2^n for a float that holds n * 8 in its last bits. n is at least -127; the result at -127 is 0. */
 static inline pp_v v_pow2_eighths(pp_v biased) {
     const uint8x16x2_t table = {{vreinterpretq_u8_u32(vld1q_u32(pp_eighths)),
