@@ -125,8 +125,8 @@ def test_batches_of_a_model_in_use_share_prefixes(family, block_size):
     model = tiny_model(family)
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
     runner = use(model, num_blocks=128, block_size=block_size)
-    fed, run = [], runner.run
-    runner.run = lambda batch: (fed.extend(batch.num_tokens), run(batch))[1]
+    fed, forward = [], runner.forward
+    runner.forward = lambda tokens, *rest: (fed.extend(map(len, tokens)), forward(tokens, *rest))[1]
     texts, counts = [], []
     for prompt in (LONG, LONG, LONG + LONG[:20]):
         (output,) = model.generate_batch([prompt], generation_config=config).values()
@@ -137,7 +137,7 @@ def test_batches_of_a_model_in_use_share_prefixes(family, block_size):
     assert runner.states is None or runner.states.used_count == 0
     # `generate` evicts all blocks that only the prefix cache holds.
     one = model.generate(torch.tensor([LONG]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 130:].tolist()
-    del runner.run
+    del runner.forward
     release(model)
     alone = model.generate(torch.tensor([LONG]), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, 130:].tolist()
     assert texts[0] == texts[1] == one == alone
