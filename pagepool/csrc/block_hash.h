@@ -36,13 +36,4 @@ static inline uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int
     return pp_hash_fold(first ^ odd[3], second ^ odd[2]);
 }
 
-/* The name of a prefix for other processes: 128 bits computed from the name of the root and the tokens alone. It
- * contains no secret, so collisions can be constructed. A process that receives a name must also compare the tokens. */
-static inline void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
-{
-    const uint64_t first = parent[0], second = parent[1];
-    name[0] = pp_hash_block(first ^ (second << 1), tokens, n);
-    name[1] = pp_hash_block(second + 0x9fb21c651e98df25u, tokens, n);
-}
-
 #endif

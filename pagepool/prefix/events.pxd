@@ -1,6 +1,6 @@
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 
-from pagepool.prefix.radix_tree cimport NodeTable
+from pagepool.prefix.radix_tree cimport Name, NodeTable
 
 
 cdef enum:
@@ -11,8 +11,8 @@ cdef enum:
 
 # As `PrefixEvent`: names are 16 bytes; of CLEARED they are zeros and the block is -1.
 cdef struct Event:
-    uint64_t name[2]
-    uint64_t parent[2]
+    Name name
+    Name parent
     int32_t kind
     int32_t block
 

@@ -6,7 +6,7 @@ from cpython.mem cimport PyMem_Calloc, PyMem_Free
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.prefix.radix_tree cimport NodeTable
+from pagepool.prefix.radix_tree cimport Name, NodeTable
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ __all__ = ["EventLog", "NameSnapshot", "PrefixEvent", "PrefixSnapshot", "check_s
 cdef tuple KINDS = ("stored", "removed", "cleared")
 
 
-cdef extern from "block_hash.h" nogil:
+cdef extern from "names.h" nogil:
     void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
 
 
@@ -109,7 +109,7 @@ cdef class EventLog:
         if self.events == NULL or self.tokens == NULL:
             raise MemoryError(f"no memory for {max_events} events")
         self.room = max_events
-        tree.c_give_names(b"")
+        tree.c_give_names(bytes(16))
 
     def __dealloc__(self):
         PyMem_Free(self.events)
@@ -127,17 +127,17 @@ cdef class EventLog:
     cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept:
         """Writes name, parent and tokens of a node to the log. Without a node they are empty."""
         cdef size_t row = self.tree.block_size
-        memset(event.name, 0, sizeof(event.name))
-        memset(event.parent, 0, sizeof(event.parent))
+        memset(&event.name, 0, sizeof(Name))
+        memset(&event.parent, 0, sizeof(Name))
         if node >= 0:
-            memcpy(event.name, self.tree.names + 2 * node, sizeof(event.name))
-            memcpy(event.parent, self.tree.names + 2 * self.tree.nodes[node].parent, sizeof(event.parent))
+            event.name = self.tree.names[node]
+            event.parent = self.tree.names[self.tree.nodes[node].parent]
             memcpy(tokens, self.tree.tokens + node * row, row * sizeof(int32_t))
 
     cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens):
         cdef bint named = event.kind != CLEARED
-        name = PyBytes_FromStringAndSize(<const char *>event.name, 16 * named)
-        parent = PyBytes_FromStringAndSize(<const char *>event.parent, 16 * named)
+        name = PyBytes_FromStringAndSize(<const char *>&event.name, 16 * named)
+        parent = PyBytes_FromStringAndSize(<const char *>&event.parent, 16 * named)
         row = PyBytes_FromStringAndSize(
             <const char *>tokens, <Py_ssize_t>sizeof(int32_t) * self.tree.block_size * (event.kind == STORED)
         )
@@ -180,7 +180,7 @@ cdef class EventLog:
         place = PyBytes_AS_STRING(names)
         for node in range(self.tree.num_made):
             if self.tree.nodes[node].block >= 0:
-                memcpy(place, self.tree.names + 2 * node, 16)
+                memcpy(place, self.tree.names + node, 16)
                 place += 16
         return new_tuple(NameSnapshot, (self.next, names, count))
 
@@ -194,17 +194,17 @@ def name_row(tokens, int block_size, bytes root not None):
     32
     """
     cdef const int32_t[::1] row = token_row(tokens)
-    cdef uint64_t parent[2]
+    cdef Name parent
     cdef int64_t i
     if len(root) != 16 or block_size < 1:
         raise ValueError(f"a root has 16 bytes, not {len(root)}, and a block 1 token or more, not {block_size}")
-    memcpy(parent, <const char *>root, sizeof(parent))
+    memcpy(&parent, <const char *>root, sizeof(parent))
     cdef int64_t n = row.shape[0] // block_size
     cdef bytes names = PyBytes_FromStringAndSize(NULL, 16 * n)
     cdef char *name = <char *>names
     for i in range(n):
-        pp_name_block(parent, &row[i * block_size], block_size, parent)
-        memcpy(name + 16 * i, parent, sizeof(parent))
+        pp_name_block(parent.words, &row[i * block_size], block_size, parent.words)
+        memcpy(name + 16 * i, &parent, sizeof(parent))
     return names
 
 

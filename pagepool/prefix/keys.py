@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from pagepool._arguments import wrong
 
-__all__ = ["STATE", "listed", "root_key", "root_name"]
+__all__ = ["STATE", "key_digest", "listed", "root_key", "root_name"]
 
 STATE = b"state"  # the parent of a recurrent state in a store; names of pages are longer
 
@@ -34,17 +36,25 @@ def listed(extra_keys: Any) -> Any:
     return extra_keys if is_checked else tuple(extra_keys)
 
 
-def root_name(key: bytes, secret: bytes = b"") -> bytes:
+def key_digest(key: bytes) -> bytes:
+    """Return 16 bytes that identify a salt and keys."""
+    from hashlib import blake2b  # imported late: it loads OpenSSL, and only shared pools and names need it
+
+    return blake2b(key, digest_size=16).digest()
+
+
+def root_name(key: bytes, secret: bytes = bytes(16)) -> bytes:
     """Return the 16-byte root of the names of all prefixes with this salt and keys. It is equal in every process.
 
-    With a `secret` of up to 64 bytes, collisions of names cannot be found without the secret.
+    With a `secret` of 16 bytes, collisions of names cannot be found without the secret.
 
     >>> len(root_name(root_key("tenant", ())))
     16
     """
-    from hashlib import blake2b  # imported late: it loads OpenSSL, and only events, routers and stores need names
+    from pagepool.prefix.events import name_row  # imported late: events import this module
 
-    return blake2b(key, digest_size=16, key=secret).digest()
+    digest = key_digest(key)
+    return name_row(np.frombuffer(digest, np.int32), len(digest) // 4, secret)
 
 
 def _framed(name: str, key: Any) -> bytes:

@@ -17,6 +17,11 @@ cdef extern from *:
     void resume_collector "pp_resume_collector"(int paused)
 
 
+# 16 bytes, see csrc/names.h.
+cdef struct Name:
+    uint64_t words[2]
+
+
 cdef enum:
     NOWHERE = -2  # value of next_in_bucket for a node without a bucket
 
@@ -114,7 +119,7 @@ cdef class NodeTable:
     cdef Node *nodes
     cdef int32_t *tokens  # block_size of each node's own
     cdef int32_t *buckets
-    cdef uint64_t *names  # two words of each node, for events or a store; else NULL
+    cdef Name *names  # of each node, for events or a store; else NULL
     cdef bytes secret  # that the names of roots depend on
     cdef bint named
     cdef int64_t num_buckets

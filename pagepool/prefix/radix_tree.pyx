@@ -24,6 +24,9 @@ cdef uint64_t ODD = 0x9e3779b97f4a7c15
 cdef extern from "block_hash.h" nogil:
     uint64_t pp_hash_fold(uint64_t a, uint64_t b)
     uint64_t pp_hash_block(uint64_t parent, const int32_t *tokens, int64_t n)
+
+
+cdef extern from "names.h" nogil:
     void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
 
 
@@ -48,7 +51,7 @@ cdef class NodeTable:
         self.secret = secret
 
     cdef bytes name_of(self, int32_t node):
-        return (<const char *>(self.names + 2 * node))[: 2 * sizeof(uint64_t)]
+        return (<const char *>(self.names + node))[: sizeof(Name)]
 
     cdef int reserve(self, int64_t n) except -1:
         """Each added node brings at most two nodes into buckets: itself and its first sibling."""
@@ -71,10 +74,10 @@ cdef class NodeTable:
                 raise MemoryError(f"no memory for {room} prefix nodes")
             self.tokens = <int32_t *>memory
             if self.named:
-                memory = PyMem_Realloc(self.names, room * 2 * sizeof(uint64_t))
+                memory = PyMem_Realloc(self.names, room * sizeof(Name))
                 if memory == NULL:
                     raise MemoryError(f"no memory for the names of {room} prefix nodes")
-                self.names = <uint64_t *>memory
+                self.names = <Name *>memory
             self.room = room
         if buckets > self.num_buckets:
             memory = PyMem_Realloc(self.buckets, buckets * sizeof(int32_t))
@@ -106,7 +109,7 @@ cdef class NodeTable:
         node = self.c_make(-1)
         self.nodes[node].hash = <uint64_t><uintptr_t><void *>key
         if name is not None:
-            memcpy(self.names + 2 * node, <const char *>name, 2 * sizeof(uint64_t))
+            memcpy(self.names + node, <const char *>name, sizeof(Name))
         return node
 
     cdef int32_t c_make(self, int32_t parent) noexcept:
@@ -182,7 +185,7 @@ cdef class NodeTable:
         cdef int32_t node = self.c_make(parent), sibling = nodes[parent].first_child
         memcpy(self.tokens + node * row, tokens, row * sizeof(int32_t))
         if self.named:
-            pp_name_block(self.names + 2 * parent, tokens, self.block_size, self.names + 2 * node)
+            pp_name_block(self.names[parent].words, tokens, self.block_size, self.names[node].words)
         nodes[parent].num_children += 1
         nodes[parent].last_child = nodes[parent].first_child = node
         if sibling >= 0:

@@ -28,7 +28,7 @@ from pagepool.prefix.stored_pages import read_block, write_block
 
 __all__ = ["Session", "load_session", "save_session"]
 
-MAGIC = b"pagepool session 2\n"
+MAGIC = b"pagepool session 3\n"
 # Lengths in bytes of the fingerprint, the note, the tokens and the checksums; the number of groups, and the number of
 # tokens before the recurrent state, 0 without one.
 NUMBERS = struct.Struct("<6Q")

@@ -16,7 +16,7 @@ from pagepool.memory.shared_pages cimport (
 )
 
 from pagepool.errors import InvalidBlock, PoolError
-from pagepool.prefix.keys import root_name
+from pagepool.prefix.keys import key_digest
 
 __all__ = []
 
@@ -52,7 +52,7 @@ cdef extern from *:
 
 cdef pp_index_path path_of(const int32_t[::1] row, int64_t n, bytes key) except *:
     cdef pp_index_path path
-    cdef bytes name = root_name(key)
+    cdef bytes name = key_digest(key)
     memcpy(path.root, <const char *>name, sizeof(path.root))
     path.tokens = &row[0] if row.shape[0] else NULL
     path.n = n

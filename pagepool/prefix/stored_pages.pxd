@@ -2,12 +2,12 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.page_buffer cimport PageBuffer
-from pagepool.prefix.radix_tree cimport NodeTable
+from pagepool.prefix.radix_tree cimport Name, NodeTable
 
 
 cdef struct Waiting:
-    uint64_t name[2]
-    uint64_t parent[2]
+    Name name
+    Name parent
 
 
 cdef class PageQueue:

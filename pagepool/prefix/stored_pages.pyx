@@ -345,11 +345,8 @@ cdef class PageQueue:
         ) != PP_OK:  # a pool was closed
             self.dropped += 1
             return True
-        memcpy(self.waiting[place].name, self.tree.names + 2 * node, sizeof(self.waiting[place].name))
-        memcpy(
-            self.waiting[place].parent, self.tree.names + 2 * self.tree.nodes[node].parent,
-            sizeof(self.waiting[place].parent),
-        )
+        self.waiting[place].name = self.tree.names[node]
+        self.waiting[place].parent = self.tree.names[self.tree.nodes[node].parent]
         memcpy(self.tokens + place * row, self.tree.tokens + node * row, row * sizeof(int32_t))
         self.offered[block] = True
         pp_number_store(&self.next, self.next + 1)
@@ -361,8 +358,8 @@ cdef class PageQueue:
         for i in range(n):
             self.c_offer(path[i])
         if n > 0:
-            pp_number_store(&self.recent[place], self.tree.names[2 * path[n - 1]])
-            pp_number_store(&self.recent[place + 1], self.tree.names[2 * path[n - 1] + 1])
+            pp_number_store(&self.recent[place], self.tree.names[path[n - 1]].words[0])
+            pp_number_store(&self.recent[place + 1], self.tree.names[path[n - 1]].words[1])
             pp_number_store(&self.num_found, self.num_found + 1)
 
     @property
@@ -407,8 +404,8 @@ cdef class PageQueue:
         for number in range(first, end):
             place = <int64_t>(number % <uint64_t>self.room)
             found.append((
-                PyBytes_FromStringAndSize(<const char *>self.waiting[place].name, 16),
-                PyBytes_FromStringAndSize(<const char *>self.waiting[place].parent, 16),
+                PyBytes_FromStringAndSize(<const char *>&self.waiting[place].name, 16),
+                PyBytes_FromStringAndSize(<const char *>&self.waiting[place].parent, 16),
                 PyBytes_FromStringAndSize(<const char *>(self.tokens + place * self.tree.block_size), row),
                 view[place * self.page_bytes : (place + 1) * self.page_bytes],
             ))

@@ -148,6 +148,28 @@ def test_names_are_the_same_in_every_process():
     assert runs[0] == runs[1] and len(runs[0]) > 60
 
 
+# From `openssl mac -macopt hexkey:000102030405060708090a0b0c0d0e0f -macopt size:16 SIPHASH`, of the bytes 0, 1, 2, ...
+@pytest.mark.parametrize(
+    ("num_tokens", "name"),
+    [
+        (1, "f88164c12d9c8faf7d0f6e7c7bcd5579"),
+        (2, "3b62a9ba6258f5610f83e264f31497b4"),
+        (16, "1eaf077dc0d4cd3f8cad4d383658a74b"),
+        (17, "2e7cf5f15d22b176b7c56c3c55ecc420"),
+    ],
+)
+def test_a_name_is_the_siphash_of_the_tokens_under_the_name_before(num_tokens, name):
+    tokens = np.frombuffer(bytes(range(4 * num_tokens)), np.int32)
+    assert prefix_names(tokens, num_tokens, bytes(range(16))) == [bytes.fromhex(name)]
+    following = prefix_names([*tokens, *tokens], num_tokens, bytes(range(16)))[1]
+    assert following == prefix_names(tokens, num_tokens, bytes.fromhex(name))[0]
+
+
+def test_a_root_name_depends_on_key_and_secret():
+    names = {root_name(root_key(salt, ()), secret) for salt in SALTS for secret in (bytes(16), bytes(range(16)))}
+    assert len(names) == 2 * len(SALTS)
+
+
 def test_without_max_events_there_are_none():
     cache = PrefixCache(BlockAllocator(4), 1)
     for call in (cache.drain_events, cache.snapshot):
