@@ -5,12 +5,12 @@
  *
  * SipHash is SipHash-2-4 with 128 bits (Aumasson and Bernstein, INDOCRYPT 2012); its first argument is the key.  With a
  * secret that clients do not know, this is the cascade construction of a pseudorandom function (Bellare, Canetti and
- * Krawczyk, FOCS 1996): a client cannot choose prompts that have equal names.  A store has such a secret.  The secret of
- * events and tickets is zero, so that every process computes the same names, and collisions can be constructed: whoever
- * receives such a name compares the tokens, too.
+ * Krawczyk, FOCS 1996): a client cannot choose prompts that have equal names.  A store has such a secret.  The secret
+ * of events and tickets is zero, so that every process computes the same names.  Collisions of these names can be
+ * constructed, so the receiver of such a name also compares the tokens.
  *
- * A name costs 37 ns for a block of 16 tokens, and a whole look-up in memory 23 ns.  So a look-up in memory uses the hash
- * of block_hash.h, which costs 5 ns, and compares all tokens. */
+ * A name costs 37 ns for a block of 16 tokens, and a whole look-up in memory 23 ns.  So a look-up in memory uses the
+ * hash of block_hash.h, which costs 5 ns, and compares all tokens. */
 #ifndef PP_NAMES_H
 #define PP_NAMES_H
 

@@ -2,6 +2,7 @@ from libc.stdint cimport int32_t, int64_t
 
 from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
+from pagepool.memory.arrays cimport IdArray
 from pagepool.memory.block_refs cimport BlockRefs
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
@@ -14,6 +15,7 @@ cdef class PrefixCache:
     cdef CachedBlocks cached  # empty if `shared` is not None
     cdef object shared  # a SharedIndex over the allocator of a shared pool, else None
     cdef readonly object link  # a StoreLink, or None
+    cdef long long followed  # `epoch` without the calls of other processes that `follow` has not seen
     cdef int32_t *path  # room for the nodes and the blocks of one call
     cdef int64_t path_room
     cdef long long looked_up
@@ -22,24 +24,23 @@ cdef class PrefixCache:
 
     cdef EventLog log(self)
     cdef object atomically(self, function)
-    cdef int open_store(self, store, events) except -1
+    cdef list drain(self, EventLog log)
+    cdef int note_events(self, int64_t max_events) except -1
+    cdef int open_store(self, store) except -1
+    # Call it before pages are read from the store or written to it.
+    cdef int follow(self) except -1
     cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
     cdef tuple match_cached(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
 
     # Call the functions below inside the critical section of the cache, or while no other thread calls the cache.
 
-    # The names of the cached blocks among `blocks`.
-    cdef list names_of(self, list blocks)
+    # The names in the store of the cached blocks among `ids`, or None if they cannot be told.
+    cdef object names_of(self, IdArray *ids)
     # A context in which blocks are forgotten. `names()` returns the names of the blocks, or None for all.
     cdef object forgetting(self, names)
     cdef bint offer_all(self)
     cdef int refuse_next(self, const int32_t[::1] row, int64_t found) except -1
     cdef int c_reserve_path(self, int64_t n) except -1
-    # The node of the last one of n blocks of a sequence, if that block is cached below `root` for its tokens; else -1.
-    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
-    # Whether `block` replaces the block of the node: true if the new block is in use and not cached, and the old block
-    # is idle. `block` may have any count: callers may have freed the first blocks of a sequence.
-    cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
     # `PrefixCache.cache_blocks` with arguments that were read before, and with a named key.
     cdef int64_t keep(
         self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start

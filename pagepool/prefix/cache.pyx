@@ -5,12 +5,11 @@ from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Re
 from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
-from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
-from pagepool.memory.arrays cimport IdArray, list_ids, read_ids, release_ids
+from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
 from pagepool.prefix.radix_tree cimport Node, NodeTable, pause_collector, resume_collector
@@ -65,7 +64,7 @@ cdef class PrefixCache:
     block_size : int or None
         Tokens per block, from 1 to 1,024. None: the block size of the pool of this allocator, 16 without a pool.
     policy : {"gittins", "lru"} or None
-        Which block is evicted first. None: "gittins". A shared pool has "lru" and no other policy.
+        Which block is evicted first. None: "gittins", and "lru" for a shared pool, whose processes learn alone.
     max_events : int
         How many events are kept until `drain_events` is called. 0: no events are noted.
     store : PrefixStore or None
@@ -75,7 +74,7 @@ cdef class PrefixCache:
     Raises
     ------
     ValueError
-        A wrong block size, an unknown policy, a store of other pages, or `max_events` together with a store.
+        A wrong block size, an unknown policy, or a store of other pages.
 
     Notes
     -----
@@ -110,30 +109,37 @@ cdef class PrefixCache:
         self.allocator = allocator
         self.policy = policy
         self.block_size = size
-        self.cached = CachedBlocks(allocator, size, policy)
+        self.cached = CachedBlocks(NodeTable(size), allocator.max_capacity, policy, allocator)
         events = integer("max_events", max_events, 0, INT32_MAX)
         if allocator.shared != NULL:
-            if policy != "lru" or events or store is not None:
-                asked = f"policy {policy!r}, max_events {events} and store {store!r}"
-                raise ValueError(f"a shared pool needs policy 'lru', max_events 0 and store None, not {asked}")
             self.shared = SharedIndex(allocator, size)
+            if policy != "lru":
+                (<SharedIndex>self.shared).evict_by(policy)
         if events:
-            self.cached.log = EventLog(self.cached.tree, events)
+            self.note_events(events)
         if store is not None:
-            self.open_store(store, events)
+            self.open_store(store)
         allocator.add_owner(self)
 
-    cdef int open_store(self, store, events) except -1:
+    cdef int note_events(self, int64_t max_events) except -1:
+        if self.shared is not None:
+            return (<SharedIndex>self.shared).note_events(max_events)
+        self.cached.log = EventLog(self.cached.tree, self.cached.tree.give_names(bytes(16)), max_events)
+        return 0
+
+    cdef int open_store(self, store) except -1:
         from pagepool.prefix.store import PrefixStore  # late: loads SQLite and hashes
         from pagepool.prefix.store_link import QUEUE_BYTES, StoreLink
         if not isinstance(store, PrefixStore):
             raise TypeError(f"store must be a PrefixStore or None, not {type(store).__name__}")
-        if events:
-            raise ValueError(f"a cache with a store has secret names, so max_events must be 0, not {events}")
-        self.cached.tree.c_give_names(store.seed)
-        queue = PageQueue(self.allocator, self.cached.tree, QUEUE_BYTES)
+        queue = PageQueue(self.allocator, self.block_size, QUEUE_BYTES)
         self.link = StoreLink(store, queue)
+        self.followed = self.epoch
+        if self.shared is not None:
+            return (<SharedIndex>self.shared).offer_to(queue, store.seed)
+        self.cached.number = self.cached.tree.give_names(store.seed)
         self.cached.queue = queue
+        return 0
 
     def __dealloc__(self):
         PyMem_Free(self.path)
@@ -228,6 +234,7 @@ cdef class PrefixCache:
         if self.link is None or not is_use:
             return self.match_cached(tokens, cache_salt, extra_keys, in_part, held, is_use)
         keys, row = listed(extra_keys), token_row(tokens)
+        self.follow()
         with self.link.promoted(self, np.asarray(row), cache_salt, keys):
             return self.match_cached(row, cache_salt, keys, in_part, held, is_use)
 
@@ -243,7 +250,7 @@ cdef class PrefixCache:
         key = root_key(cache_salt, extra_keys)
         if self.shared is not None:
             refuse_negative(&row[0], 0, row.shape[0])
-            return (<SharedIndex>self.shared).match(row, key, held, is_use)
+            return (<SharedIndex>self.shared).match(row, key, in_part, held, is_use)
         with cython.critical_section(self):
             paused = pause_collector()
             try:
@@ -277,7 +284,7 @@ cdef class PrefixCache:
                         for i in range(num_found):
                             cached.c_touch(self.path[i])
                         if cached.queue is not None:
-                            cached.queue.c_found(self.path, num_full)
+                            cached.c_found(self.path, num_full)
                 if is_use:
                     self.looked_up += n
                     self.hits += num_full
@@ -420,10 +427,12 @@ cdef class PrefixCache:
         number = n if PyLong_CheckExact(n) else integer("n", n)
         if number < 0:
             raise ValueError(f"cannot evict {number} blocks")
+        self.follow()
         if self.shared is not None:
-            return (<SharedIndex>self.shared).evict(min(number, INT32_MAX))
-        with cython.critical_section(self):
-            evicted = self.cached.c_evict(min(number, INT32_MAX))
+            evicted = (<SharedIndex>self.shared).evict(min(number, INT32_MAX))
+        else:
+            with cython.critical_section(self):
+                evicted = self.cached.c_evict(min(number, INT32_MAX))
         if self.link is not None:
             self.link.wake()
         return evicted
@@ -448,13 +457,17 @@ cdef class PrefixCache:
         cdef int64_t count = 0, i
         read_ids(blocks, &ids)
         try:
-            if self.shared is not None:
-                return (<SharedIndex>self.shared).forget(ids.ids, ids.count)
-            with self.forgetting(lambda: self.names_of(list_ids(ids.ids, ids.count))), cython.critical_section(self):
-                self.cached.epoch += ids.count > 0
-                for i in range(ids.count):
-                    if self.is_block(ids.ids[i]):
-                        count += self.cached.c_discard(ids.ids[i])
+            with self.forgetting(lambda: self.names_of(&ids)):
+                if self.shared is not None:
+                    count = (<SharedIndex>self.shared).forget(ids.ids, ids.count)
+                    self.followed += 2 * (ids.count > 0)
+                    return count
+                self.followed += ids.count > 0
+                with cython.critical_section(self):
+                    self.cached.epoch += ids.count > 0
+                    for i in range(ids.count):
+                        if self.is_block(ids.ids[i]):
+                            count += self.cached.c_discard(ids.ids[i])
             return count
         finally:
             release_ids(&ids)
@@ -462,10 +475,17 @@ cdef class PrefixCache:
     cdef object forgetting(self, names):
         return nullcontext() if self.link is None else self.link.forgetting(self.atomically(names))
 
-    cdef list names_of(self, list blocks):
-        cdef int32_t block
-        cdef list nodes = [self.cached.node_of[block] - 1 for block in blocks if self.is_block(block)]
-        return [self.cached.tree.name_of(node) for node in nodes if node >= 0]
+    cdef int follow(self) except -1:
+        """Forget the pages of the store if another process has forgotten blocks: nothing says which."""
+        if self.link is not None and self.epoch != self.followed:
+            with self.forgetting(lambda: None):
+                self.followed = self.epoch
+        return 0
+
+    cdef object names_of(self, IdArray *ids):
+        if self.shared is not None:
+            return (<SharedIndex>self.shared).names_of(ids.ids, ids.count)
+        return self.cached.names_of(ids.ids, ids.count)
 
     def flush(self, timeout=None):
         """Write every cached block and kept state to the store, and wait until it has them, at most `timeout` seconds.
@@ -473,6 +493,7 @@ cdef class PrefixCache:
         Call it before a restart. False when time has run out, without a store, and while another process writes it."""
         if self.link is None or not self.link.take_over():
             return False
+        self.follow()
         all_offered, end = False, None if timeout is None else monotonic() + timeout
         while not all_offered:
             all_offered = self.atomically(lambda: self.offer_all()) and self.link.offer_states()
@@ -481,21 +502,7 @@ cdef class PrefixCache:
         return True
 
     cdef bint offer_all(self):
-        """Put every cached block into the queue, parents first. Return false if the queue is full."""
-        cdef Node *nodes = self.cached.tree.nodes
-        cdef int32_t root, node
-        for root in self.cached.tree.roots.values():
-            node = nodes[root].first_child
-            while node >= 0 and node != root:
-                if nodes[node].block >= 0 and not self.cached.queue.c_offer(node):
-                    return False
-                if nodes[node].first_child >= 0:
-                    node = nodes[node].first_child
-                    continue
-                while node != root and nodes[node].next_sibling < 0:
-                    node = nodes[node].parent
-                node = root if node == root else nodes[node].next_sibling
-        return True
+        return self.cached.offer_all() if self.shared is None else (<SharedIndex>self.shared).offer_all()
 
     def drain_events(self):
         """Return what was stored and removed since the last call.
@@ -521,22 +528,28 @@ cdef class PrefixCache:
         [(1, 'stored', 0), (2, 'removed', 0)]
         """
         cdef EventLog log = self.log()
-        return self.atomically(lambda: log.drain())
+        return self.atomically(lambda: self.drain(log))
+
+    cdef list drain(self, EventLog log):
+        if self.shared is not None:
+            (<SharedIndex>self.shared).note_changes()
+        return log.drain()
 
     def snapshot(self):
         """Return a `PrefixSnapshot` of every cached block. O(nodes). Raises as `drain_events`."""
         cdef EventLog log = self.log()
-        return self.atomically(lambda: log.snapshot())
+        return self.atomically(lambda: log.snapshot(False))
 
     def name_snapshot(self):
         """Return a `NameSnapshot` of every cached block, for routers. O(nodes). Raises as `drain_events`."""
         cdef EventLog log = self.log()
-        return self.atomically(lambda: log.name_snapshot())
+        return self.atomically(lambda: log.snapshot(True))
 
     cdef EventLog log(self):
-        if self.cached.log is None:
+        log = self.cached.log if self.shared is None else (<SharedIndex>self.shared).log
+        if log is None:
             raise ValueError("the cache notes no events: it was made with max_events=0")
-        return self.cached.log
+        return log
 
     def reset_prefix_cache(self):
         """Forget all blocks, including the pages of the store, and drop their references. Sequences keep their blocks.
@@ -544,10 +557,13 @@ cdef class PrefixCache:
         Running sequences of a `Scheduler` do not cache their blocks again. The next allocated block is the lowest free
         id. O(n log n).
         """
-        if self.shared is not None:
-            (<SharedIndex>self.shared).forget(NULL, 0)
         with self.forgetting(lambda: None):
-            self.atomically(lambda: self.cached.reset())
+            if self.shared is not None:
+                (<SharedIndex>self.shared).forget(NULL, 0)
+                self.followed += 2
+            else:
+                self.atomically(lambda: self.cached.reset())
+                self.followed += 1
 
     @property
     def store(self):
@@ -651,24 +667,6 @@ cdef class PrefixCache:
             self.path_room = n
         return 0
 
-    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept:
-        cdef size_t row = self.block_size
-        cdef int32_t node
-        if n == 0 or <unsigned int>blocks[n - 1] >= <unsigned int>self.allocator.max_capacity:
-            return -1
-        node = self.cached.node_of[blocks[n - 1]] - 1
-        if node < 0 or self.cached.tree.nodes[node].root != root:
-            return -1
-        if memcmp(self.cached.tree.tokens + node * row, tokens + (n - 1) * row, row * sizeof(int32_t)) != 0:
-            return -1
-        return node
-
-    cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept:
-        cdef int32_t cached = self.cached.tree.nodes[node].block
-        if cached == block or self.cached.c_in_use(node) or self.cached.node_of[block]:
-            return False
-        return self.allocator.c_ref_count(block) > 0
-
     cdef int64_t keep(
         self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1:
@@ -694,7 +692,7 @@ cdef class PrefixCache:
         cdef NodeTable tree = cached.tree
         cdef int32_t *taken = self.path + n  # the ids that the cache takes from `blocks`, -1 for the rest
         cdef int64_t known, i, failed = 0, fresh = 0
-        cdef int32_t node = self.c_last_of(root, tokens, blocks, start), last
+        cdef int32_t node = cached.c_last_of(root, tokens, blocks, start), last
         cdef pp_status status
         if node < 0:
             start = 0
@@ -707,7 +705,7 @@ cdef class PrefixCache:
         for i in range(n):
             taken[i] = blocks[i]
             if i < known and tree.nodes[self.path[i]].block >= 0:
-                if not self.is_block(blocks[i]) or not self.c_gives_way(self.path[i], blocks[i]):
+                if not self.is_block(blocks[i]) or not cached.c_gives_way(self.path[i], blocks[i]):
                     taken[i] = -1
             elif not self.is_block(blocks[i]):
                 raise self.refused(start + i, blocks[i], PP_INVALID_BLOCK)

@@ -1,6 +1,15 @@
 from typing import Any, NamedTuple, final
 
-__all__ = ["EventLog", "NameSnapshot", "PrefixEvent", "PrefixSnapshot", "check_snapshot", "name_row", "prefix_names"]
+__all__ = [
+    "EventLog",
+    "NameSnapshot",
+    "PrefixEvent",
+    "PrefixSnapshot",
+    "check_snapshot",
+    "name_of_root",
+    "name_row",
+    "prefix_names",
+]
 
 class PrefixEvent(NamedTuple):
     sequence: int
@@ -26,5 +35,6 @@ def check_snapshot(snapshot: PrefixSnapshot) -> None: ...
 class EventLog:
     def __new__(cls, table: Any, max_events: int) -> EventLog: ...
 
+def name_of_root(digest: bytes, secret: bytes) -> bytes: ...
 def name_row(tokens: Any, block_size: int, root: bytes) -> bytes: ...
 def prefix_names(tokens: Any, block_size: int, root: bytes) -> list[bytes]: ...

@@ -2,11 +2,11 @@
 
 cimport cython
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from pagepool.prefix.radix_tree cimport Name, NodeTable
+from pagepool.prefix.radix_tree cimport Name, NamedBlock, NameSource
 
 from typing import NamedTuple
 
@@ -14,7 +14,16 @@ from pagepool._arguments import wrong
 from pagepool.errors import PoolError
 from pagepool.prefix.radix_tree import token_row
 
-__all__ = ["EventLog", "NameSnapshot", "PrefixEvent", "PrefixSnapshot", "check_snapshot", "name_row", "prefix_names"]
+__all__ = [
+    "EventLog",
+    "NameSnapshot",
+    "PrefixEvent",
+    "PrefixSnapshot",
+    "check_snapshot",
+    "name_of_root",
+    "name_row",
+    "prefix_names",
+]
 
 cdef tuple KINDS = ("stored", "removed", "cleared")
 
@@ -101,47 +110,45 @@ cdef object new_tuple = tuple.__new__
 cdef class EventLog:
     """The last `max_events` events of a cache, until they are drained. Internal: see `PrefixCache.drain_events`."""
 
-    def __cinit__(self, NodeTable tree not None, int64_t max_events):
-        self.tree = tree
+    def __cinit__(self, NameSource source not None, int number, int64_t max_events):
+        self.source = source
+        self.number = number
         self.first = self.next = 1
         self.events = <Event *>PyMem_Calloc(max_events, sizeof(Event))
-        self.tokens = <int32_t *>PyMem_Calloc(max_events, tree.block_size * sizeof(int32_t))
+        self.tokens = <int32_t *>PyMem_Calloc(max_events, source.block_size * sizeof(int32_t))
         if self.events == NULL or self.tokens == NULL:
             raise MemoryError(f"no memory for {max_events} events")
         self.room = max_events
-        tree.c_give_names(bytes(16))
 
     def __dealloc__(self):
         PyMem_Free(self.events)
         PyMem_Free(self.tokens)
 
-    cdef void c_add(self, int kind, int32_t node, int32_t block) noexcept:
+    cdef void c_add(self, int kind, const NamedBlock *named, const int32_t *tokens) noexcept nogil:
         cdef int64_t place = self.next % self.room
+        cdef size_t row = self.source.block_size
         self.events[place].kind = kind
-        self.events[place].block = block
-        self.c_fill(&self.events[place], self.tokens + place * self.tree.block_size, node)
+        self.events[place].named = named[0]
+        if kind == STORED:
+            memcpy(self.tokens + place * row, tokens, row * sizeof(int32_t))
         self.next += 1
         if self.next - self.first > self.room:
             self.first += 1
 
-    cdef void c_fill(self, Event *event, int32_t *tokens, int32_t node) noexcept:
-        """Writes name, parent and tokens of a node to the log. Without a node they are empty."""
-        cdef size_t row = self.tree.block_size
-        memset(&event.name, 0, sizeof(Name))
-        memset(&event.parent, 0, sizeof(Name))
-        if node >= 0:
-            event.name = self.tree.names[node]
-            event.parent = self.tree.names[self.tree.nodes[node].parent]
-            memcpy(tokens, self.tree.tokens + node * row, row * sizeof(int32_t))
+    cdef void c_clear(self) noexcept nogil:
+        cdef NamedBlock named
+        memset(&named, 0, sizeof(named))
+        named.block = -1
+        self.c_add(CLEARED, &named, NULL)
 
-    cdef object made(self, int64_t sequence, const Event *event, const int32_t *tokens):
-        cdef bint named = event.kind != CLEARED
-        name = PyBytes_FromStringAndSize(<const char *>&event.name, 16 * named)
-        parent = PyBytes_FromStringAndSize(<const char *>&event.parent, 16 * named)
+    cdef object made(self, int64_t sequence, int kind, const NamedBlock *named, const int32_t *tokens):
+        cdef bint has_name = kind != CLEARED
+        name = PyBytes_FromStringAndSize(<const char *>&named.name, 16 * has_name)
+        parent = PyBytes_FromStringAndSize(<const char *>&named.parent, 16 * has_name)
         row = PyBytes_FromStringAndSize(
-            <const char *>tokens, <Py_ssize_t>sizeof(int32_t) * self.tree.block_size * (event.kind == STORED)
+            <const char *>tokens, <Py_ssize_t>sizeof(int32_t) * self.source.block_size * (kind == STORED)
         )
-        return new_tuple(PrefixEvent, (sequence, KINDS[event.kind], event.block, name, parent, row))
+        return new_tuple(PrefixEvent, (sequence, KINDS[kind], named.block, name, parent, row))
 
     cdef list drain(self):
         """Return all events and forget them. When memory runs out, none is forgotten."""
@@ -149,40 +156,55 @@ cdef class EventLog:
         cdef list drained = []
         for sequence in range(self.first, self.next):
             place = sequence % self.room
-            drained.append(self.made(sequence, &self.events[place], self.tokens + place * self.tree.block_size))
+            drained.append(
+                self.made(
+                    sequence, self.events[place].kind, &self.events[place].named,
+                    self.tokens + place * self.source.block_size,
+                )
+            )
         self.first = self.next
         return drained
 
-    cdef object snapshot(self):
-        """Every cached block as an event. Later events follow it."""
-        cdef Event event
-        cdef int32_t node
-        cdef list stored = []
-        cdef bytearray row = bytearray(sizeof(int32_t) * self.tree.block_size)
-        cdef int32_t *tokens = <int32_t *><char *>row
-        event.kind = STORED
-        for node in range(self.tree.num_made):
-            if self.tree.nodes[node].block >= 0:
-                event.block = self.tree.nodes[node].block
-                self.c_fill(&event, tokens, node)
-                stored.append(self.made(self.next - 1, &event, tokens))
-        return new_tuple(PrefixSnapshot, (self.next, stored, len(stored)))
-
-    cdef object name_snapshot(self):
-        """The names of every cached block. Later events follow it."""
-        cdef int32_t node
-        cdef int64_t count = 0
+    cdef object snapshot(self, bint only_names):
+        """Every cached block, as events or only their names. Later events follow it."""
+        cdef int64_t most = self.source.c_most_named(), count, i
+        cdef size_t row = self.source.block_size
+        cdef NamedBlock *blocks = <NamedBlock *>PyMem_Malloc(most * sizeof(NamedBlock) + 1)
+        cdef int32_t *tokens = <int32_t *>PyMem_Malloc(most * row * sizeof(int32_t) + 1)
         cdef bytes names
-        cdef char *place
-        for node in range(self.tree.num_made):
-            count += self.tree.nodes[node].block >= 0
-        names = PyBytes_FromStringAndSize(NULL, 16 * count)
-        place = PyBytes_AS_STRING(names)
-        for node in range(self.tree.num_made):
-            if self.tree.nodes[node].block >= 0:
-                memcpy(place, self.tree.names + node, 16)
-                place += 16
-        return new_tuple(NameSnapshot, (self.next, names, count))
+        cdef list stored = []
+        try:
+            if blocks == NULL or tokens == NULL:
+                raise MemoryError(f"no memory for a snapshot of {most} blocks")
+            count = self.source.c_list_named(self.number, blocks, tokens)
+            if only_names:
+                names = PyBytes_FromStringAndSize(NULL, 16 * count)
+                for i in range(count):
+                    memcpy(PyBytes_AS_STRING(names) + 16 * i, &blocks[i].name, 16)
+                return new_tuple(NameSnapshot, (self.next, names, count))
+            for i in range(count):
+                stored.append(self.made(self.next - 1, STORED, &blocks[i], tokens + i * row))
+            return new_tuple(PrefixSnapshot, (self.next, stored, count))
+        finally:
+            PyMem_Free(blocks)
+            PyMem_Free(tokens)
+
+
+def name_of_root(bytes digest not None, bytes secret not None):
+    """The name of a salt and keys with this digest. Both have 16 bytes.
+
+    >>> len(name_of_root(bytes(16), bytes(16)))
+    16
+    """
+    cdef int32_t[4] words
+    cdef uint64_t[2] key
+    cdef uint64_t[2] name
+    if len(digest) != sizeof(words) or len(secret) != sizeof(key):
+        raise ValueError(f"digest and secret have 16 bytes, not {len(digest)} and {len(secret)}")
+    memcpy(words, <const char *>digest, sizeof(words))
+    memcpy(key, <const char *>secret, sizeof(key))
+    pp_name_block(key, words, 4, name)
+    return (<const char *>name)[: sizeof(name)]
 
 
 def name_row(tokens, int block_size, bytes root not None):

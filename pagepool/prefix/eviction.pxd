@@ -1,3 +1,4 @@
+cimport cython
 from libc.stdint cimport int32_t, int64_t
 
 from pagepool.memory.allocator cimport BlockAllocator
@@ -9,23 +10,64 @@ from pagepool.prefix.radix_tree cimport NodeList, NodeTable
 from pagepool.prefix.stored_pages cimport PageQueue
 
 
-cdef class CachedBlocks:
-    # The cache holds one reference to each cached block:
+# Knows no tokens: a node is a block of a prefix, and its parent the block before it.
+cdef class BlockOrder:
     #   node_of[block] = node + 1, and 0 for a block that is not cached; nodes[node_of[block] - 1].block = block
-    #   refs has the cached blocks
     #   num_cached = nodes with a block = those in the policy's lists + those in `in_use`
-    #   inserted - evicted - cleared = num_cached
     # node.place names the list that has the node.
-    cdef BlockAllocator allocator
-    cdef CachedRefs refs
     cdef NodeTable tree
     cdef LruPolicy policy
-    cdef EventLog log  # or None
-    cdef PageQueue queue  # of the store, or None
     cdef PageBuffer node_memory
     cdef int32_t *node_of
     cdef NodeList in_use
     cdef int32_t num_cached
+
+    # Whether a sequence holds the node's block.
+    cdef bint c_in_use(self, int32_t node) noexcept
+    # Whether a cached block is held by no sequence.
+    cdef bint c_has_idle(self) noexcept
+
+    # Adds a block at a node that has none.
+    @cython.final
+    cdef void c_enter(self, int32_t node, int32_t block) noexcept
+
+    # Removes the block from a node, and returns the block.
+    @cython.final
+    cdef int32_t c_leave(self, int32_t node) noexcept
+
+    # Marks the node as found by a look-up.
+    @cython.final
+    cdef void c_touch(self, int32_t node) noexcept
+
+    # Move a node from the policy's lists to `in_use`, and back.
+    @cython.final
+    cdef void c_set_aside(self, int32_t node) noexcept
+
+    @cython.final
+    cdef void c_bring_back(self, int32_t node) noexcept
+
+    # Checks up to `most` nodes of `in_use`, oldest first. Unused nodes return to the policy.
+    @cython.final
+    cdef void c_return_unused(self, int32_t most) noexcept
+
+    # Returns a node to evict, whose block no sequence holds, or -1. all_seen: all of `in_use` was checked.
+    @cython.final
+    cdef int32_t c_victim(self, bint *all_seen) noexcept
+
+    @cython.final
+    cdef void c_clear(self) noexcept
+    cdef str audit_order(self)
+
+
+cdef class CachedBlocks(BlockOrder):
+    # The cache holds one reference to each cached block:
+    #   refs has the cached blocks
+    #   inserted - evicted - cleared = num_cached
+    cdef BlockAllocator allocator
+    cdef CachedRefs refs
+    cdef EventLog log  # or None
+    cdef PageQueue queue  # of the store, or None
+    cdef int number  # of the secret of the store, in the tree
     cdef long long inserted
     cdef long long evicted
     cdef long long cleared
@@ -34,12 +76,23 @@ cdef class CachedBlocks:
     cdef int reset(self) except -1
     # The ids of all cached blocks.
     cdef list list_blocks(self)
-    # Whether another reference to the node's block exists.
-    cdef bint c_in_use(self, int32_t node) noexcept
     # Caches a block at a node. The cache must hold its reference to the block already.
     cdef void c_put(self, int32_t node, int32_t block) noexcept
-    # Marks the node as found by a look-up.
-    cdef void c_touch(self, int32_t node) noexcept
+    # Notes an event of a node.
+    cdef void c_log(self, int kind, int32_t node, int32_t block) noexcept
+    # Offers the page of a node to the store. False when the queue is full.
+    cdef bint c_offer(self, int32_t node) noexcept
+    # Offers the n blocks of a prefix that was found, and notes the use of the prefix.
+    cdef void c_found(self, const int32_t *path, int64_t n) noexcept
+    # The node of the last one of n blocks of a sequence, if that block is cached below `root` for its tokens; else -1.
+    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
+    # Whether `block` replaces the block of the node: true if the new block is in use and not cached, and the old block
+    # is idle. `block` may have any count: callers may have freed the first blocks of a sequence.
+    cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
+    # The names in the store of the cached blocks among n blocks.
+    cdef list names_of(self, const int32_t *blocks, int64_t n)
+    # Offers every cached block to the store, parents first. False when the queue is full.
+    cdef bint offer_all(self) except -1
     # Replaces the node's block, which no sequence uses, by another block of the same tokens. The cache must already
     # hold its reference to the new block.
     cdef void c_give_place(self, int32_t node, int32_t block) noexcept
@@ -47,14 +100,6 @@ cdef class CachedBlocks:
     cdef int32_t c_drop(self, int32_t node) noexcept
     # Drops a block from any list. Returns false if it is not cached.
     cdef bint c_discard(self, int32_t block) noexcept
-    # Move a node from the policy's lists to `in_use`, and back.
-    cdef void c_set_aside(self, int32_t node) noexcept
-    cdef void c_bring_back(self, int32_t node) noexcept
-    # Checks up to `most` nodes of `in_use`, oldest first. Unused nodes return to the policy.
-    cdef void c_return_unused(self, int32_t most) noexcept
-    # Returns the next candidate for eviction, or -1. all_seen: this call of c_evict has already checked all of
-    # `in_use`.
-    cdef int32_t c_victim(self, bint *all_seen) noexcept
     # Evicts up to n blocks. Returns the number of evicted blocks.
     cdef int64_t c_evict(self, int64_t n) noexcept
     # `PrefixCache.touch`. The tree must have room for n + 1 nodes.

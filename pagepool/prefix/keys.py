@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
-
 from pagepool._arguments import wrong
 
 __all__ = ["STATE", "key_digest", "listed", "root_key", "root_name"]
@@ -51,10 +49,9 @@ def root_name(key: bytes, secret: bytes = bytes(16)) -> bytes:
     >>> len(root_name(root_key("tenant", ())))
     16
     """
-    from pagepool.prefix.events import name_row  # imported late: events import this module
+    from pagepool.prefix.events import name_of_root  # imported late: events import this module
 
-    digest = key_digest(key)
-    return name_row(np.frombuffer(digest, np.int32), len(digest) // 4, secret)
+    return name_of_root(key_digest(key), secret)
 
 
 def _framed(name: str, key: Any) -> bytes:

@@ -22,6 +22,23 @@ cdef struct Name:
     uint64_t words[2]
 
 
+# A cached block for other processes and for a store.
+cdef struct NamedBlock:
+    Name name
+    Name parent  # of the prefix before the block
+    int32_t block
+
+
+# What has cached blocks with names: under the zero secret for events, and under the secret of a store.
+cdef class NameSource:
+    cdef readonly int32_t block_size
+
+    # At least the number of cached blocks.
+    cdef int64_t c_most_named(self) noexcept nogil
+    # Writes all cached blocks under the secret of this number, and the tokens of each; returns their number.
+    cdef int64_t c_list_named(self, int number, NamedBlock *blocks, int32_t *tokens) noexcept nogil
+
+
 cdef enum:
     NOWHERE = -2  # value of next_in_bucket for a node without a bucket
 
@@ -105,7 +122,7 @@ cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept
     return node < 0 and before == self.tail and size == self.size
 
 
-cdef class NodeTable:
+cdef class NodeTable(NameSource):
     # A node is a prefix: its parent and block_size tokens more. Nodes 0 to num_made - 1 were made at least once:
     #   num_alive + those in spans of unused ones = num_made <= room        num_buckets >= num_hashed, a power of two
     #   a span has ids in a row, and nodes before and behind it that are alive, or were never made. Its first node has
@@ -115,13 +132,12 @@ cdef class NodeTable:
     #   alive while it has a block, a child, a ghost or a pin; a pin counts as a child
     #   a node with siblings is in the bucket of its hash, once; one without may be: its parent leads to it
     #   roots = {key: node} have no parent
-    cdef readonly int32_t block_size
     cdef Node *nodes
     cdef int32_t *tokens  # block_size of each node's own
     cdef int32_t *buckets
-    cdef Name *names  # of each node, for events or a store; else NULL
-    cdef bytes secret  # that the names of roots depend on
-    cdef bint named
+    cdef Name *names  # one of each node for each secret
+    cdef list secrets
+    cdef int num_names  # number of secrets
     cdef int64_t num_buckets
     cdef int64_t room
     cdef int32_t num_made
@@ -132,10 +148,16 @@ cdef class NodeTable:
     cdef long long collisions
     cdef dict roots
 
-    # Switches names on. Call it before the first node is made.
-    cdef void c_give_names(self, bytes secret) noexcept
-    # The 16 bytes of a node's name.
-    cdef bytes name_of(self, int32_t node)
+    # Adds a secret and returns its number. Call it before the first node is made.
+    cdef int give_names(self, bytes secret) except -1
+    # A node with a block, under the secret of this number.
+    cdef inline NamedBlock c_named(self, int32_t node, int number) noexcept nogil:
+        cdef NamedBlock named
+        named.name = self.names[<int64_t>node * self.num_names + number]
+        named.parent = self.names[<int64_t>self.nodes[node].parent * self.num_names + number]
+        named.block = self.nodes[node].block
+        return named
+
     # Reserves room for n more nodes, so that c_add cannot fail. Invalidates pointers into the table.
     cdef int reserve(self, int64_t n) except -1
     # Returns the argument of `root`. Runs Python code, during which other threads may run, so call it before `reserve`.

@@ -30,14 +30,25 @@ cdef extern from "names.h" nogil:
     void pp_name_block(const uint64_t *parent, const int32_t *tokens, int64_t n, uint64_t *name)
 
 
+cdef class NameSource:
+    """A table of prefixes that has cached blocks with names. Internal."""
+
+    cdef int64_t c_most_named(self) noexcept nogil:
+        return 0
+
+    cdef int64_t c_list_named(self, int number, NamedBlock *blocks, int32_t *tokens) noexcept nogil:
+        return 0
+
+
 @cython.final
-cdef class NodeTable:
+cdef class NodeTable(NameSource):
     """The prefixes that a cache knows, as a tree. Internal: the cache and its policy share it."""
 
     def __cinit__(self, int32_t block_size):
         self.block_size = block_size
         self.seed = int.from_bytes(os.urandom(8), "little")
         self.roots = {}
+        self.secrets = []
         self.unused = -1
 
     def __dealloc__(self):
@@ -46,12 +57,24 @@ cdef class NodeTable:
         PyMem_Free(self.buckets)
         PyMem_Free(self.names)
 
-    cdef void c_give_names(self, bytes secret) noexcept:
-        self.named = True
-        self.secret = secret
+    cdef int give_names(self, bytes secret) except -1:
+        self.secrets.append(secret)
+        self.num_names += 1
+        return self.num_names - 1
 
-    cdef bytes name_of(self, int32_t node):
-        return (<const char *>(self.names + node))[: sizeof(Name)]
+    cdef int64_t c_most_named(self) noexcept nogil:
+        return self.num_alive
+
+    cdef int64_t c_list_named(self, int number, NamedBlock *blocks, int32_t *tokens) noexcept nogil:
+        cdef size_t row = self.block_size
+        cdef int64_t count = 0
+        cdef int32_t node
+        for node in range(self.num_made):
+            if self.nodes[node].block >= 0:
+                blocks[count] = self.c_named(node, number)
+                memcpy(tokens + count * row, self.tokens + node * row, row * sizeof(int32_t))
+                count += 1
+        return count
 
     cdef int reserve(self, int64_t n) except -1:
         """Each added node brings at most two nodes into buckets: itself and its first sibling."""
@@ -73,8 +96,8 @@ cdef class NodeTable:
             if memory == NULL:
                 raise MemoryError(f"no memory for {room} prefix nodes")
             self.tokens = <int32_t *>memory
-            if self.named:
-                memory = PyMem_Realloc(self.names, room * sizeof(Name))
+            if self.num_names:
+                memory = PyMem_Realloc(self.names, room * self.num_names * sizeof(Name))
                 if memory == NULL:
                     raise MemoryError(f"no memory for the names of {room} prefix nodes")
                 self.names = <Name *>memory
@@ -95,8 +118,12 @@ cdef class NodeTable:
         return 0
 
     cdef tuple named_key(self, bytes key):
-        """A key and the name of its root in events, computed by Python code before any change."""
-        return key, root_name(key, self.secret) if self.named else None
+        """A key and the names of its root, computed by Python code before any change."""
+        cdef object names = b""
+        for secret in self.secrets:
+            name = root_name(key, secret)
+            names = names + name if names else name
+        return key, names
 
     cdef int32_t root(self, tuple named_key) except -1:
         cdef bytes key, name
@@ -108,8 +135,8 @@ cdef class NodeTable:
         self.roots[key] = self.unused if self.unused >= 0 else self.num_made
         node = self.c_make(-1)
         self.nodes[node].hash = <uint64_t><uintptr_t><void *>key
-        if name is not None:
-            memcpy(self.names + node, <const char *>name, sizeof(Name))
+        if self.num_names:
+            memcpy(self.names + <int64_t>node * self.num_names, <const char *>name, self.num_names * sizeof(Name))
         return node
 
     cdef int32_t c_make(self, int32_t parent) noexcept:
@@ -183,9 +210,13 @@ cdef class NodeTable:
         cdef Node *nodes = self.nodes
         cdef size_t row = self.block_size
         cdef int32_t node = self.c_make(parent), sibling = nodes[parent].first_child
+        cdef int number
         memcpy(self.tokens + node * row, tokens, row * sizeof(int32_t))
-        if self.named:
-            pp_name_block(self.names[parent].words, tokens, self.block_size, self.names[node].words)
+        for number in range(self.num_names):
+            pp_name_block(
+                self.names[<int64_t>parent * self.num_names + number].words, tokens, self.block_size,
+                self.names[<int64_t>node * self.num_names + number].words,
+            )
         nodes[parent].num_children += 1
         nodes[parent].last_child = nodes[parent].first_child = node
         if sibling >= 0:
@@ -437,7 +468,7 @@ cdef class PrefixTree:
         cdef int64_t i, n = row.shape[0] // self.table.block_size
         cdef int32_t node, child
         self.reserve(row.shape[0])
-        node = self.table.root((key, None))
+        node = self.table.root((key, b""))
         for i in range(n):
             child = self.table.c_find(node, &row[i * self.table.block_size])
             node = child if child >= 0 else self.table.c_add(node, &row[i * self.table.block_size])

@@ -2,12 +2,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint64_t
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.page_buffer cimport PageBuffer
-from pagepool.prefix.radix_tree cimport Name, NodeTable
-
-
-cdef struct Waiting:
-    Name name
-    Name parent
+from pagepool.prefix.radix_tree cimport Name, NamedBlock
 
 
 cdef class PageQueue:
@@ -15,10 +10,10 @@ cdef class PageQueue:
     #   first <= next <= first + room: page number s, for first <= s < next, is at s % room
     #   offered[b]: the page of block b was added since the block was cached, or came from the store
     cdef readonly BlockAllocator allocator
-    cdef NodeTable tree
+    cdef readonly int32_t block_size
     cdef readonly int64_t page_bytes
     cdef readonly int64_t room
-    cdef Waiting *waiting
+    cdef NamedBlock *waiting
     cdef int32_t *tokens  # block_size of each page
     cdef PageBuffer pages
     cdef PageBuffer offered_memory
@@ -30,7 +25,7 @@ cdef class PageQueue:
     cdef uint64_t num_taken
     cdef public long long dropped  # evicted pages that found no room, and pages of closed pools
 
-    # Copies the page of a node's block, unless it was offered before. False when the queue is full. O(page_bytes).
-    cdef bint c_offer(self, int32_t node) noexcept
-    # Offers the n blocks of a prefix that was found, n > 0 nodes, and notes the use of the prefix.
-    cdef void c_found(self, const int32_t *path, int64_t n) noexcept
+    # Copies the page of a block, unless it was offered before. False when the queue is full. O(page_bytes).
+    cdef bint c_offer(self, const NamedBlock *named, const int32_t *tokens) noexcept
+    # Notes the use of the prefix that ends with the block of this name.
+    cdef void c_note_found(self, Name name) noexcept

@@ -10,7 +10,7 @@ from libc.string cimport memcpy, memset
 from pagepool.csrc cimport PP_OK, pp_lock, pp_status
 from pagepool.memory.allocator cimport BlockAllocator, pp_regions
 from pagepool.memory.page_buffer cimport PageBuffer
-from pagepool.prefix.radix_tree cimport NodeTable
+from pagepool.prefix.radix_tree cimport Name, NamedBlock
 
 import os
 
@@ -287,26 +287,26 @@ cdef int move_block(BlockAllocator allocator, block, bytes_of_block, int flags) 
 @cython.no_gc
 @cython.auto_pickle(False)
 cdef class PageQueue:
-    """PageQueue(allocator, tree, max_bytes)\n--\n
+    """PageQueue(allocator, block_size, max_bytes)\n--\n
     Copies of cached pages that wait for the thread that writes them to a store. Internal.
 
     Parameters
     ----------
     allocator : BlockAllocator
         The allocator of the blocks, with all of its pools attached.
-    tree : NodeTable
-        The prefixes of the cache, which have names.
+    block_size : int
+        Tokens of a block.
     max_bytes : int
         Bytes of the queue; there is room for four pages at least.
     """
 
-    def __cinit__(self, BlockAllocator allocator not None, NodeTable tree not None, int64_t max_bytes):
+    def __cinit__(self, BlockAllocator allocator not None, int32_t block_size, int64_t max_bytes):
         self.allocator = allocator
-        self.tree = tree
+        self.block_size = block_size
         self.page_bytes = pp_regions_block_bytes(allocator.regions, &allocator.lock)
         self.room = min(max(max_bytes // max(self.page_bytes, 4096), 4), max(allocator.max_capacity, 4))
-        self.waiting = <Waiting *>PyMem_Calloc(self.room, sizeof(Waiting))
-        self.tokens = <int32_t *>PyMem_Calloc(self.room, tree.block_size * sizeof(int32_t))
+        self.waiting = <NamedBlock *>PyMem_Calloc(self.room, sizeof(NamedBlock))
+        self.tokens = <int32_t *>PyMem_Calloc(self.room, block_size * sizeof(int32_t))
         if self.waiting == NULL or self.tokens == NULL:
             raise MemoryError(f"no memory for a queue of {self.room} pages")
         self.pages = PageBuffer(self.room * self.page_bytes, "B")
@@ -321,46 +321,35 @@ cdef class PageQueue:
         return <Py_ssize_t>(pp_number_load(&self.next) - pp_number_load(&self.first))
 
     @property
-    def block_size(self):
-        """Tokens of a block."""
-        return self.tree.block_size
-
-    @property
     def num_added(self):
         """Number of pages that were ever added."""
         return pp_number_load(&self.next)
 
-    cdef bint c_offer(self, int32_t node) noexcept:
-        cdef int32_t block = self.tree.nodes[node].block
-        cdef size_t row = self.tree.block_size
+    cdef bint c_offer(self, const NamedBlock *named, const int32_t *tokens) noexcept:
+        cdef size_t row = self.block_size
         cdef int64_t place
-        if self.offered[block]:
+        if self.offered[named.block]:
             return True
         if <int64_t>(self.next - pp_number_load(&self.first)) == self.room:
             return False
         place = <int64_t>(self.next % <uint64_t>self.room)
         if pp_regions_read_block(
-            self.allocator.regions, &self.allocator.lock, block, self.pages.base + place * self.page_bytes,
+            self.allocator.regions, &self.allocator.lock, named.block, self.pages.base + place * self.page_bytes,
             self.page_bytes
         ) != PP_OK:  # a pool was closed
             self.dropped += 1
             return True
-        self.waiting[place].name = self.tree.names[node]
-        self.waiting[place].parent = self.tree.names[self.tree.nodes[node].parent]
-        memcpy(self.tokens + place * row, self.tree.tokens + node * row, row * sizeof(int32_t))
-        self.offered[block] = True
+        self.waiting[place] = named[0]
+        memcpy(self.tokens + place * row, tokens, row * sizeof(int32_t))
+        self.offered[named.block] = True
         pp_number_store(&self.next, self.next + 1)
         return True
 
-    cdef void c_found(self, const int32_t *path, int64_t n) noexcept:
+    cdef void c_note_found(self, Name name) noexcept:
         cdef uint64_t place = 2 * (self.num_found % RECENT)
-        cdef int64_t i
-        for i in range(n):
-            self.c_offer(path[i])
-        if n > 0:
-            pp_number_store(&self.recent[place], self.tree.names[path[n - 1]].words[0])
-            pp_number_store(&self.recent[place + 1], self.tree.names[path[n - 1]].words[1])
-            pp_number_store(&self.num_found, self.num_found + 1)
+        pp_number_store(&self.recent[place], name.words[0])
+        pp_number_store(&self.recent[place + 1], name.words[1])
+        pp_number_store(&self.num_found, self.num_found + 1)
 
     @property
     def has_found(self):
@@ -398,7 +387,7 @@ cdef class PageQueue:
         cdef uint64_t number, first = self.first
         cdef uint64_t end = min(pp_number_load(&self.next), first + <uint64_t>integer("most", most, 0))
         cdef int64_t place
-        cdef Py_ssize_t row = self.tree.block_size * sizeof(int32_t)
+        cdef Py_ssize_t row = self.block_size * sizeof(int32_t)
         view = memoryview(self.pages)
         found = []
         for number in range(first, end):
@@ -406,7 +395,7 @@ cdef class PageQueue:
             found.append((
                 PyBytes_FromStringAndSize(<const char *>&self.waiting[place].name, 16),
                 PyBytes_FromStringAndSize(<const char *>&self.waiting[place].parent, 16),
-                PyBytes_FromStringAndSize(<const char *>(self.tokens + place * self.tree.block_size), row),
+                PyBytes_FromStringAndSize(<const char *>(self.tokens + place * self.block_size), row),
                 view[place * self.page_bytes : (place + 1) * self.page_bytes],
             ))
         return found

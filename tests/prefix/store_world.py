@@ -19,13 +19,15 @@ SMALL = RESERVED + 14 * (4096 + RECORD_BYTES)  # bytes of a store with 14 slots
 class World:
     """A pool, a store and a cache, as after the start of an engine."""
 
-    def __init__(self, path, *, num_blocks=16, max_bytes=LEAST, weights="a", policy="lru", num_pools=1):
-        self.pools = [KvCachePool.from_layout(LAYOUT, num_blocks)]
+    def __init__(
+        self, path, *, num_blocks=16, max_bytes=LEAST, weights="a", policy="lru", num_pools=1, shared=None, events=0
+    ):
+        self.pools = [KvCachePool.from_layout(LAYOUT, num_blocks, shared=shared)]
         self.allocator = self.pools[0].allocator
         for _ in range(num_pools - 1):
             self.pools.append(KvCachePool.from_layout(LAYOUT, num_blocks, self.allocator))
         self.store = PrefixStore(path, fingerprint_of(self.pools, weights), max_bytes)
-        self.cache = PrefixCache(self.allocator, policy=policy, store=self.store)
+        self.cache = PrefixCache(self.allocator, policy=policy, store=self.store, max_events=events)
 
     def run(self, tokens, **keys):
         """Serve a prompt: check the found pages and compute the missing ones. Return the number of found blocks."""

@@ -491,8 +491,6 @@ def test_bad_arguments_are_refused_with_both_numbers(tmp_path):
         second.close()
         with refuses(ValueError, "4 tokens", "8"):
             PrefixCache(BlockAllocator(4), block_size=8, store=store)
-        with refuses(ValueError, "max_events", "5"):
-            PrefixCache(pool.allocator, max_events=5, store=store)
         with refuses(TypeError, "store"):
             PrefixCache(pool.allocator, store="a folder")
         cache = PrefixCache(pool.allocator, store=store)

@@ -1,5 +1,6 @@
 """Recurrent states in the store: a restart continues from the right state, and no wrong state is ever used."""
 
+import os
 import threading
 import zlib
 
@@ -22,8 +23,10 @@ STATES = StateLayout(layers=[{"conv": ((3, 4), "bfloat16"), "ssm": ((5000,), "fl
 class Hybrid(World):
     """A model with pages, or without, and states that are a function of all tokens so far."""
 
-    def __init__(self, path, *, has_pages=True, num_blocks=64, max_bytes=10 << 20, budget=1 << 20, layout=STATES):
-        self.pools = [KvCachePool.from_layout(LAYOUT, num_blocks)] if has_pages else []
+    def __init__(
+        self, path, *, has_pages=True, num_blocks=64, max_bytes=10 << 20, budget=1 << 20, layout=STATES, shared=None
+    ):
+        self.pools = [KvCachePool.from_layout(LAYOUT, num_blocks, shared=shared)] if has_pages else []
         self.allocator = self.pools[0].allocator if has_pages else BlockAllocator(num_blocks)
         self.fingerprint = fingerprint_of(self.pools, "a", block_size=BLOCK, states=layout)
         self.store = None if path is None else PrefixStore(path, self.fingerprint, max_bytes)
@@ -60,6 +63,21 @@ class Hybrid(World):
 
 def state_of(tokens, keys):
     return zlib.crc32(repr((list(tokens), sorted(keys.items()))).encode()) % 997
+
+
+def test_engines_of_a_hybrid_model_share_pages_and_find_states_in_the_store(tmp_path):
+    memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    first = Hybrid(tmp_path, shared=memory)
+    assert first.serve(range(33)) == 0 and first.cache.flush()
+    second = Hybrid(tmp_path, shared=memory)
+    assert not second.store.is_writer
+    assert second.serve(range(50)) == 32
+    assert second.store.stats()["found"] == 1, "the pages are shared, only the state is read"
+    assert first.serve(range(50)) == 32 and first.cache.num_cached == 12, "the state of 48 tokens is private"
+    first.store.close()
+    assert second.serve([*range(32), 7, 7, 7, 7, 7]) == 32, "a state that was read is kept"
+    second.store.close()
+    os.close(memory)
 
 
 @pytest.mark.parametrize("has_pages", [True, False])

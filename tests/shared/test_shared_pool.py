@@ -13,7 +13,6 @@ from share import WHOLE
 
 from pagepool import BlockAllocator, KvCachePool, KvLayout, PagedSeqState, PoolError
 from pagepool.errors import InvalidBlock, PoolExhausted, StaleHandle
-from pagepool.memory.generations import BlockGenerations
 
 
 @pytest.fixture
@@ -197,8 +196,6 @@ def test_a_shared_pool_has_its_own_allocator_and_one_pool(name):
     pool = pools.attach(name)
     with pytest.raises(ValueError, match="second pool"):
         KvCachePool.from_layout(pools.LAYOUT, 64, pool.allocator)
-    with pytest.raises(ValueError, match="words of its own"):
-        BlockGenerations(pool.allocator)
     with pytest.raises(ValueError, match="not shared"):
         KvCachePool.from_layout(pools.LAYOUT, 64, fingerprint="x")
     assert (pool.trim(), pool.shared, pool.checked) == (0, name, False)

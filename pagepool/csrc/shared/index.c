@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "../block_hash.h"
+#include "../names.h"
 #include "../os/os.h"
 #include "../relax.h"
 
@@ -159,6 +160,57 @@ int64_t pp_index_match(pp_shared *view, const pp_index_path *path, int32_t *coun
     return path->n;
 }
 
+static void lock_allocator(pp_shared *view) {
+    if (view->lock) pp_lock_acquire(view->lock);
+}
+
+static void unlock_allocator(pp_shared *view) {
+    if (view->lock) pp_lock_release(view->lock);
+}
+
+/* How many of the first tokens block b has, if it is behind the wanted parent and root. */
+static int64_t count_equal(const pp_shared *view, int32_t b, const key *wanted, const int32_t *tokens, int64_t n) {
+    const pp_index_node *node = &view->nodes[b];
+    const int32_t *its = tokens_of(view, b);
+    int64_t count = 0;
+    if (!is_behind(node, wanted) || READ(&node->root[0]) != wanted->root[0] || READ(&node->root[1]) != wanted->root[1])
+        return 0;
+    while (count < n && READ(&its[count]) == tokens[count]) count++;
+    return count;
+}
+
+int64_t pp_index_match_part(pp_shared *view, const pp_index_path *path, const int32_t *blocks, int64_t n,
+                            const int32_t *tokens, int64_t num_tokens, int32_t *counts, int32_t *block) {
+    if (pp_shared_is_stale(view)) return 0;
+    key wanted = first_key(view, path);
+    for (int64_t i = 0; i < n; i++) {
+        wanted.hash = pp_hash_block(wanted.hash, path->tokens + i * view->block_size, view->block_size);
+        wanted = next_key(&wanted, blocks[i], LOAD(&view->words[blocks[i]]));
+    }
+    if (num_tokens >= view->block_size) num_tokens = view->block_size - 1;
+    int64_t most = 0;
+    *block = -1;
+    for (int32_t b = 0; b < view->num_blocks; b++) {
+        if (!(LOAD(&view->words[b]) & PP_INDEX_BIT)) continue;
+        const int64_t count = count_equal(view, b, &wanted, tokens, num_tokens);
+        if (count <= most) continue;
+        most = count;
+        *block = b;
+    }
+    const int32_t b = *block;
+    if (b < 0) return 0;
+    lock_allocator(view);
+    int has_it = counts[b] < INT32_MAX && adopt(view, b, LOAD(&view->words[b]));
+    if (has_it && (count_equal(view, b, &wanted, tokens, num_tokens) != most ||
+                   pp_hash_block(wanted.hash, tokens_of(view, b), view->block_size) != READ(&view->nodes[b].hash))) {
+        if (!counts[b]) pp_shared_drop(view, &b, 1);
+        has_it = 0;
+    }
+    if (has_it) __atomic_store_n(&counts[b], counts[b] + 1, __ATOMIC_RELEASE);
+    unlock_allocator(view);
+    return has_it ? most : 0;
+}
+
 static void link_node(pp_shared *view, int32_t b) {
     int32_t *bucket = bucket_of(view, view->nodes[b].hash);
     STORE(&view->nodes[b].next, *bucket);
@@ -257,6 +309,10 @@ static void end(pp_shared *view) {
     PP_STEP();
     pp_lock_release(&view->writers);
 }
+
+int pp_index_begin(pp_shared *view) { return !begin(view, SHORT_WAIT); }
+
+void pp_index_end(pp_shared *view) { end(view); }
 
 /* Clears bit 30; with `only_idle` only if no other bit is set.  Returns 0 if it was not cleared. */
 static int release_block(pp_shared *view, int32_t b, int only_idle) {
@@ -395,24 +451,58 @@ static int64_t list_victims(const pp_shared *view, pp_index_victim *list) {
     return count;
 }
 
-/* Evicts from the list until n blocks below the limit are evicted, or the list ends.  Requires the index. */
-static int64_t evict_listed(pp_shared *view, int64_t n) {
-    const int64_t limit = pp_shared_limit(view);
+/* Where an evicted block goes: to this process, or with NULL to the free blocks. */
+typedef struct evicted {
+    pp_index_names *names;
+    int32_t *counts, *blocks;
+    int64_t count;
+} evicted;
+
+/* Moves the hold of the index on an idle block to this process.  Requires the locks of index and allocator. */
+static int take_idle(pp_shared *view, int32_t b, int32_t *counts) {
+    uint64_t word = LOAD(&view->words[b]);
+    do {
+        if ((uint32_t)word != PP_INDEX_BIT) return 0;
+        PP_STEP();
+    } while (!CAS(&view->words[b], &word, (word & ~(uint64_t)PP_INDEX_BIT) | view->bit));
+    PP_STEP();
+    __atomic_store_n(&counts[b], 1, __ATOMIC_RELEASE);
+    if (++view->held > view->peak) view->peak = view->held;
+    unlink_node(view, b);
+    return 1;
+}
+
+static int evict_one(pp_shared *view, int32_t b, evicted *to) {
+    if (to) {
+        pp_index_name(view, to->names, b);
+        lock_allocator(view);
+        const int has_it = take_idle(view, b, to->counts);
+        unlock_allocator(view);
+        if (has_it) to->blocks[to->count++] = b;
+        return has_it;
+    }
+    if (!release_block(view, b, 1)) return 0;
+    lock_allocator(view);
+    if (view->num_hints < view->num_blocks) view->hints[view->num_hints++] = b;
+    unlock_allocator(view);
+    return 1;
+}
+
+/* Evicts from the list until n blocks are evicted, or the list ends.  Requires the index.  Without `to`, blocks above
+ * the limit do not count. */
+static int64_t evict_listed(pp_shared *view, int64_t n, evicted *to) {
+    const int64_t limit = to ? view->num_blocks : pp_shared_limit(view);
     int64_t done = 0;
     while (done < n && view->num_victims) {
         const pp_index_victim victim = view->victims[--view->num_victims];
         const int is_used = READ(&view->nodes[victim.block].stamp) != victim.stamp; /* since it was listed */
-        if (is_used || !release_block(view, victim.block, 1)) continue;
-        done += victim.block < limit;
-        if (view->lock) pp_lock_acquire(view->lock);
-        if (view->num_hints < view->num_blocks) view->hints[view->num_hints++] = victim.block;
-        if (view->lock) pp_lock_release(view->lock);
+        if (!is_used && evict_one(view, victim.block, to)) done += victim.block < limit;
     }
     __atomic_fetch_add(&view->header->evicted, (uint64_t)done, __ATOMIC_RELAXED);
     return done;
 }
 
-int64_t pp_index_evict(pp_shared *view, int64_t n) {
+static int64_t evict(pp_shared *view, int64_t n, evicted *to) {
     const size_t room = (size_t)(view->num_blocks < 2 * MOST_VICTIMS ? view->num_blocks : 2 * MOST_VICTIMS);
     pp_index_victim *list = NULL;
     int64_t done = 0, count = 0;
@@ -423,7 +513,7 @@ int64_t pp_index_evict(pp_shared *view, int64_t n) {
             view->num_victims = count;
             list = NULL;
         }
-        done += evict_listed(view, n - done < MOST_AT_ONCE ? n - done : MOST_AT_ONCE);
+        done += evict_listed(view, n - done < MOST_AT_ONCE ? n - done : MOST_AT_ONCE, to);
         const int is_empty = !view->num_victims;
         end(view);
         if (done == n) break;
@@ -437,6 +527,42 @@ int64_t pp_index_evict(pp_shared *view, int64_t n) {
     }
     free(list);
     return done;
+}
+
+int64_t pp_index_evict(pp_shared *view, int64_t n) { return evict(view, n, NULL); }
+
+int64_t pp_index_evict_held(pp_shared *view, int64_t n, pp_index_names *names, int32_t *counts, int32_t *blocks) {
+    evicted to = {.names = names, .counts = counts, .blocks = blocks};
+    evict(view, n, &to);
+    return to.count;
+}
+
+int pp_index_take(pp_shared *view, int32_t b, int32_t *counts) {
+    lock_allocator(view);
+    const int has_it = take_idle(view, b, counts);
+    unlock_allocator(view);
+    if (has_it) __atomic_fetch_add(&view->header->evicted, 1, __ATOMIC_RELAXED);
+    return has_it;
+}
+
+int64_t pp_index_hold(pp_shared *view, int64_t n, pp_index_names *names, int32_t *counts, int32_t *blocks,
+                      int32_t *next) {
+    int64_t count = 0;
+    if (!pp_index_begin(view)) {
+        *next = (int32_t)view->num_blocks;
+        return 0;
+    }
+    lock_allocator(view);
+    for (; *next < view->num_blocks && count < n; ++*next) {
+        const int32_t b = *next;
+        if (!pp_index_name(view, names, b) || names->offered[b] || counts[b] == INT32_MAX) continue;
+        if (!adopt(view, b, LOAD(&view->words[b]))) continue;
+        __atomic_store_n(&counts[b], counts[b] + 1, __ATOMIC_RELEASE);
+        blocks[count++] = b;
+    }
+    unlock_allocator(view);
+    pp_index_end(view);
+    return count;
 }
 
 /* The epoch rises before the first block is forgotten, because the process can be killed in between.  It rises again
@@ -544,4 +670,145 @@ const char *pp_index_audit(pp_shared *view) {
     if (linked != cached) broken = "blocks in chains are cached";
     end(view);
     return broken;
+}
+
+/* Names. */
+
+enum { REACHED = 4, LOST = 8 }; /* pp_index_named.state, while `added` and `removed` look at all blocks */
+
+static int is_known(const pp_shared *view, const pp_index_names *names, int32_t b, uint64_t word) {
+    const pp_index_named *named = &names->of[b];
+    return named->state & PP_INDEX_KNOWN && named->generation == (uint32_t)(word >> 32) &&
+           named->hash == READ(&view->nodes[b].hash);
+}
+
+static void know(const pp_shared *view, pp_index_names *names, int32_t b, uint64_t word, uint64_t hash,
+                 const uint64_t *parent, const int32_t *tokens) {
+    pp_index_named *named = &names->of[b];
+    named->hash = hash;
+    named->generation = (uint32_t)(word >> 32);
+    named->state = PP_INDEX_KNOWN | (named->state & (REACHED | LOST));
+    memcpy(named->parent, parent, sizeof named->parent);
+    pp_name_block(parent, tokens, view->block_size, named->name);
+    if (names->offered) names->offered[b] = 0;
+}
+
+static void name_root(const pp_index_names *names, const uint64_t *root, uint64_t *name) {
+    int32_t words[4];
+    memcpy(words, root, sizeof words);
+    pp_name_block(names->secret, words, 4, name);
+}
+
+/* Walks up to a block with known names or to the root, and down again.  The lock of the index keeps the nodes. */
+static const pp_index_named *name_of(const pp_shared *view, pp_index_names *names, int32_t b) {
+    int64_t depth = 0;
+    for (int32_t at = b; at >= 0;) {
+        const uint64_t word = LOAD(&view->words[at]);
+        const pp_index_node *node = &view->nodes[at];
+        if (!(word & PP_INDEX_BIT) || depth == view->num_blocks) return NULL;
+        if (is_known(view, names, at, word)) break;
+        names->path[depth++] = at;
+        at = node->parent;
+        if (at >= view->num_blocks || at < -1) return NULL;
+        if (at >= 0 && (uint32_t)(LOAD(&view->words[at]) >> 32) != node->generation) return NULL;
+    }
+    while (depth--) {
+        const int32_t at = names->path[depth];
+        const pp_index_node *node = &view->nodes[at];
+        uint64_t parent[2], before;
+        if (node->parent < 0) {
+            const pp_index_path path = {.root = {node->root[0], node->root[1]}};
+            before = first_key(view, &path).hash;
+            name_root(names, node->root, parent);
+        } else {
+            before = view->nodes[node->parent].hash;
+            memcpy(parent, names->of[node->parent].name, sizeof parent);
+        }
+        if (pp_hash_block(before, tokens_of(view, at), view->block_size) != node->hash) return NULL;
+        know(view, names, at, LOAD(&view->words[at]), node->hash, parent, tokens_of(view, at));
+    }
+    return &names->of[b];
+}
+
+int pp_index_is_known(const pp_shared *view, const pp_index_names *names, int32_t b) {
+    return is_known(view, names, b, LOAD(&view->words[b]));
+}
+
+const pp_index_named *pp_index_name(const pp_shared *view, pp_index_names *names, int32_t b) {
+    pp_lock_acquire(&names->lock);
+    const pp_index_named *found = name_of(view, names, b);
+    pp_lock_release(&names->lock);
+    return found;
+}
+
+void pp_index_know(const pp_shared *view, pp_index_names *names, const pp_index_path *path, const int32_t *blocks,
+                   int64_t n) {
+    uint64_t hash = first_key(view, path).hash, parent[2];
+    if (pp_shared_is_stale(view)) return;
+    pp_lock_acquire(&names->lock);
+    name_root(names, path->root, parent);
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t *tokens = path->tokens + i * view->block_size;
+        if (blocks[i] < 0 || blocks[i] >= view->num_blocks) break;
+        const uint64_t word = LOAD(&view->words[blocks[i]]);
+        const pp_index_named *named = &names->of[blocks[i]];
+        hash = pp_hash_block(hash, tokens, view->block_size);
+        const int is_same = named->state & PP_INDEX_KNOWN && named->generation == (uint32_t)(word >> 32);
+        if (!is_same || named->hash != hash) know(view, names, blocks[i], word, hash, parent, tokens);
+        memcpy(parent, named->name, sizeof parent);
+    }
+    pp_lock_release(&names->lock);
+}
+
+/* Whether a look-up can find block b: every block before it is cached with the generation that its child has noted.
+ * Notes the result for all blocks on the way, so that a call for every block takes O(num_blocks). */
+static int is_reached(const pp_shared *view, pp_index_names *names, int32_t b) {
+    int64_t depth = 0;
+    uint32_t found = REACHED;
+    for (int32_t at = b; at >= 0;) {
+        const pp_index_node *node = &view->nodes[at];
+        const uint32_t known = names->of[at].state & (REACHED | LOST);
+        if (known || !(LOAD(&view->words[at]) & PP_INDEX_BIT) || depth == view->num_blocks) {
+            found = known ? known : LOST;
+            break;
+        }
+        names->path[depth++] = at;
+        at = node->parent;
+        if (at < -1 || at >= view->num_blocks) found = LOST;
+        if (at >= 0 && found == REACHED && (uint32_t)(LOAD(&view->words[at]) >> 32) != node->generation) found = LOST;
+        if (found == LOST) break;
+    }
+    while (depth) names->of[names->path[--depth]].state |= found;
+    return found == REACHED;
+}
+
+int64_t pp_index_removed(const pp_shared *view, pp_index_names *names, int32_t *blocks) {
+    int64_t count = 0;
+    for (int32_t b = 0; b < view->num_blocks; b++) names->of[b].state &= PP_INDEX_KNOWN | PP_INDEX_LISTED;
+    for (int32_t b = 0; b < view->num_blocks; b++) {
+        if (!(names->of[b].state & PP_INDEX_LISTED)) continue;
+        const uint64_t word = LOAD(&view->words[b]);
+        if (word & PP_INDEX_BIT && is_known(view, names, b, word) && is_reached(view, names, b)) continue;
+        names->of[b].state &= ~(uint32_t)(PP_INDEX_KNOWN | PP_INDEX_LISTED);
+        blocks[count++] = b;
+    }
+    return count;
+}
+
+int64_t pp_index_added(const pp_shared *view, pp_index_names *names, int32_t *blocks) {
+    int64_t count = 0;
+    for (int32_t b = 0; b < view->num_blocks; b++) {
+        if (names->of[b].state & PP_INDEX_LISTED || !is_reached(view, names, b) || !name_of(view, names, b)) continue;
+        const int64_t first = count;
+        for (int32_t at = b; at >= 0 && !(names->of[at].state & PP_INDEX_LISTED); at = view->nodes[at].parent) {
+            names->of[at].state |= PP_INDEX_LISTED;
+            blocks[count++] = at;
+        }
+        for (int64_t i = first, j = count - 1; i < j; i++, j--) { /* parents first */
+            const int32_t block = blocks[i];
+            blocks[i] = blocks[j];
+            blocks[j] = block;
+        }
+    }
+    return count;
 }
