@@ -199,13 +199,11 @@ def weights_of(model: Path, options: argparse.Namespace) -> str | None:
     is_shared = options.shared_pool is not None
     if options.memory_budget is not None and not is_shared:
         raise UsageError("--memory-budget needs --shared-pool")
-    if is_shared and (options.store is not None or has_session):
-        raise UsageError("--shared-pool cannot be used with --store or --session")
     if options.store is None and options.store_bytes is None and not has_session and not is_shared:
         return None
     if (options.store is None) != (options.store_bytes is None):
         raise UsageError("--store and --store-bytes must be used together")
-    if options.no_prefix_cache and not is_shared:
+    if options.no_prefix_cache and (options.store is not None or has_session):
         raise UsageError(
             "--store and --session keep pages of the prefix cache: they cannot be used with --no-prefix-cache"
         )

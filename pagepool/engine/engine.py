@@ -93,7 +93,7 @@ class Engine(Intake):
         reads all weights.
     shared_pool : str or int, optional
         The name or memfd of a pool that engines of one model share, see `KvCachePool.from_layout`. Each engine finds
-        the prefixes of all. It needs the same number of blocks in each engine, and cannot be used with a store.
+        the prefixes of all. It needs the same number of blocks in each engine.
     memory_budget : MemoryBudget, optional
         A limit in bytes for the shared pools of several models, for a `shared_pool` with a name. The pool grows and
         shrinks within it, up to `num_blocks` or `pool_bytes`; by default it may have all of it.
@@ -166,8 +166,6 @@ class Engine(Intake):
             raise wrong("tokenizer", "a tokenizer of transformers or None", tokenizer)
         if (store is None) != (store_bytes is None) or (store is not None and not prefix_cache):
             raise ValueError(f"a store needs store_bytes, not {store_bytes}, and a prefix cache; store is {store!r}")
-        if store is not None and (prefix_events or shared_pool is not None):
-            raise ValueError(f"a store cannot have prefix_events {prefix_events} or shared_pool {shared_pool!r}")
         if memory_budget is not None and shared_pool is None:
             raise ValueError(f"memory_budget {memory_budget.name!r} needs a shared_pool with a name")
         if num_blocks is not None:

@@ -424,8 +424,6 @@ def test_an_engine_without_a_tokenizer_takes_token_ids():
         ({"config": {"max_sequences": 4}}, TypeError, ("config", "SchedulerConfig", "dict")),
         ({"memory_budget": "host:1G", "shared_pool": "x"}, TypeError, ("memory_budget", "MemoryBudget", "str")),
         ({"store_bytes": 1 << 26}, ValueError, ("store_bytes", 1 << 26, "None")),
-        ({"store": "x", "store_bytes": 1 << 26, "shared_pool": "y"}, ValueError, ("store", "shared_pool", "y")),
-        ({"store": "x", "store_bytes": 1 << 26, "prefix_events": 8}, ValueError, ("store", "prefix_events", 8)),
         ({"num_blocks": 0}, ValueError, ("num_blocks", 1, 0)),
         ({"num_blocks": 128}, ValueError, ("num_blocks", 128, "runner")),
         ({"pool_bytes": 128}, ValueError, ("pool_bytes", 128, "runner")),

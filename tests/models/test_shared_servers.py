@@ -54,7 +54,7 @@ def test_a_second_engine_finds_the_prefixes_of_the_first_and_generates_the_same_
         assert first.runner.pool.allocator.in_use == first.prefix_cache.num_cached
 
 
-def test_another_model_and_models_with_states_are_refused(name):
+def test_another_model_is_refused(name):
     with Engine(tiny_model("Llama"), num_blocks=64, shared_pool=name):
         model = tiny_model("Llama")
         model.model.norm.weight.data[0] += 1
@@ -62,10 +62,26 @@ def test_another_model_and_models_with_states_are_refused(name):
             Engine(model, num_blocks=64, shared_pool=name)
         with pytest.raises(ValueError, match="room for 64 blocks, not 65"):
             Engine(tiny_model("Llama"), num_blocks=65, shared_pool=name)
-        with pytest.raises(ValueError, match="max_events 5"):
-            Engine(tiny_model("Llama"), num_blocks=64, shared_pool=name, prefix_events=5)
-    with pytest.raises(ValueError, match="recurrent states"):
-        Engine(tiny_model("Jamba"), num_blocks=64, shared_pool=name)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Jamba"])
+def test_engines_with_a_shared_pool_a_store_and_events_go_on_after_a_reboot(family, name, tmp_path):
+    options = {"num_blocks": 512, "store": tmp_path, "store_bytes": 64 << 20, "prefix_events": 10_000}
+    with Engine(tiny_model(family), num_blocks=512) as engine:
+        wanted, _ = answers(engine)
+        computed_twice = answers(engine)
+    with Engine(tiny_model(family), shared_pool=name, **options) as first:
+        assert answers(first) == (wanted, [0, 0, 0, 0])
+        kinds = {event.kind for event in first.prefix_cache.drain_events()}
+        assert kinds == {"stored"} and first.prefix_cache.flush()
+        with Engine(tiny_model(family), shared_pool=name, **options) as second:
+            assert (first.store.is_writer, second.store.is_writer) == (True, False)
+            assert answers(second) == computed_twice
+            assert second.prefix_cache.name_snapshot().num_blocks == second.prefix_cache.num_cached
+    os.unlink(f"/dev/shm/pagepool-{name}")
+    with Engine(tiny_model(family), shared_pool=name, **options) as third:
+        assert answers(third) == computed_twice
+        third.prefix_cache.check()
 
 
 def check_pool(options):

@@ -72,9 +72,8 @@ class ModelMemory:
         self.arithmetic = arithmetic
         self._pools: list[KvCachePool] = []
         shapes = kv_layouts(layout, block_size, dtype)
-        if shared is not None and (len(shapes) != 1 or layout.has_states):
-            states = "recurrent states" if layout.has_states else "no recurrent states"
-            raise ValueError(f"a shared pool needs one shape of keys and values; the model has {len(shapes)}, {states}")
+        if shared is not None and len(shapes) != 1:
+            raise ValueError(f"a shared pool needs one shape of keys and values; the model has {len(shapes)}")
         for kv in shapes:
             allocator = self._pools[0].allocator if self._pools else None
             if budget is None:

@@ -66,7 +66,7 @@ class ModelRunner:
         CPU with bfloat16 instructions, otherwise False.
     shared : str, int or None
         The name or memfd of a shared pool, as in `KvCachePool.from_layout`. The model must have keys and values of one
-        shape and no recurrent states.
+        shape. Recurrent states are not shared.
     budget : MemoryBudget or None
         A limit in bytes for the shared pools of several models. By default the pool may have all of it.
     weights_digest : str or None
