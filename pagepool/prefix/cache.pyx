@@ -12,7 +12,7 @@ from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
 from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
-from pagepool.prefix.radix_tree cimport Node, NodeTable, pause_collector, resume_collector
+from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
 from pagepool.prefix.shared_index cimport SharedIndex
 from pagepool.prefix.stored_pages cimport PageQueue
 

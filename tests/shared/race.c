@@ -103,11 +103,57 @@ static void make_prompt(int32_t *tokens) {
     for (int32_t i = COMMON * SIZE; i < PATH * SIZE; i++) tokens[i] = beginning * 7777 + tail * 131 + i;
 }
 
+/* The names of a worker. */
+static __thread pp_index_named named[BLOCKS];
+static __thread int32_t room[BLOCKS];
+static __thread uint8_t offered[BLOCKS];
+static __thread pp_index_names names = {.secret = {5, 6}};
+
+static void give_back(pp_shared *view, int32_t block, int32_t *counts) {
+    if (--counts[block] == 0) pp_shared_drop(view, &block, 1);
+}
+
+/* Evicts as a cache with a store does: it holds the blocks while it copies their pages. */
+static void evict_held(pp_shared *view, int32_t *counts, tally *seen) {
+    int32_t blocks[16];
+    names.of = named;
+    names.path = room;
+    names.offered = offered;
+    const int64_t n = pp_index_evict_held(view, 1 + below(16), &names, counts, blocks);
+    for (int64_t i = 0; i < n; i++) {
+        check(view, blocks[i], pp_index_tokens(view, blocks[i]), seen, "a page that was evicted");
+        give_back(view, blocks[i], counts);
+    }
+}
+
+/* Lists what the workers have cached, and holds some of it. */
+static void follow(pp_shared *view, int32_t *counts, tally *seen) {
+    int32_t blocks[BLOCKS], next = 0;
+    names.of = named;
+    names.path = room;
+    names.offered = offered;
+    if (pp_index_begin(view)) {
+        pp_index_removed(view, &names, blocks);
+        const int64_t n = pp_index_added(view, &names, blocks);
+        for (int64_t i = 0; i < n; i++)
+            expect(pp_index_is_known(view, &names, blocks[i]), "a block that was added", seen);
+        pp_index_end(view);
+    }
+    const int64_t n = pp_index_hold(view, 8, &names, counts, blocks, &next);
+    for (int64_t i = 0; i < n; i++) {
+        expect(pp_shared_is_held_elsewhere(view, blocks[i]) || view->words[blocks[i]] & view->bit, "a hold", seen);
+        give_back(view, blocks[i], counts);
+    }
+}
+
 /* Takes a block and shows that no other worker has it. */
-static int take(pp_shared *view, int32_t *block, tally *seen) {
+static int take(pp_shared *view, int32_t *block, int32_t *counts, tally *seen) {
     int32_t stamp[SIZE];
     if (below(8) == 0 || pp_shared_take(view, 1, block) != PP_OK) {
-        pp_index_evict(view, 1 + below(16));
+        if (below(2))
+            pp_index_evict(view, 1 + below(16));
+        else
+            evict_held(view, counts, seen);
         if (pp_shared_take(view, 1, block) != PP_OK) return 0;
     }
     for (int i = 0; i < SIZE; i++) stamp[i] = (int32_t)(below(1 << 30) | 1u << 30);
@@ -141,8 +187,18 @@ static void serve(pp_shared *view, int32_t *counts, tally *seen) {
     const int64_t found = pp_index_match(view, &path, counts, blocks);
     for (int64_t i = 0; i < found; i++) check(view, blocks[i], tokens + i * SIZE, seen, "a page that was found");
     add(&seen->found, (uint64_t)found);
+    if (found < PATH && below(4) == 0) {
+        int32_t part;
+        const int32_t *rest = tokens + found * SIZE;
+        const int64_t same = pp_index_match_part(view, &path, blocks, found, rest, 1 + below(SIZE), counts, &part);
+        if (same) {
+            expect(!memcmp(page(view, part), rest, (size_t)same * sizeof *rest), "a page that matches in part", seen);
+            give_back(view, part, counts);
+        }
+    }
+    if (below(40) == 0) follow(view, counts, seen);
     int64_t n = found;
-    for (; n < PATH && take(view, &blocks[n], seen); n++) {
+    for (; n < PATH && take(view, &blocks[n], counts, seen); n++) {
         fill(view, blocks[n], tokens + n * SIZE);
         counts[blocks[n]] = 1;
     }

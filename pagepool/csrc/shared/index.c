@@ -199,10 +199,12 @@ int64_t pp_index_match_part(pp_shared *view, const pp_index_path *path, const in
     }
     const int32_t b = *block;
     if (b < 0) return 0;
+    int32_t its[PP_MAX_BLOCK_SIZE]; /* a copy: another process that holds the block may cache it again */
     lock_allocator(view);
     int has_it = counts[b] < INT32_MAX && adopt(view, b, LOAD(&view->words[b]));
-    if (has_it && (count_equal(view, b, &wanted, tokens, num_tokens) != most ||
-                   pp_hash_block(wanted.hash, tokens_of(view, b), view->block_size) != READ(&view->nodes[b].hash))) {
+    for (int64_t i = 0; has_it && i < view->block_size; i++) its[i] = READ(&tokens_of(view, b)[i]);
+    if (has_it && (memcmp(its, tokens, (size_t)most * sizeof *its) ||
+                   pp_hash_block(wanted.hash, its, view->block_size) != READ(&view->nodes[b].hash))) {
         if (!counts[b]) pp_shared_drop(view, &b, 1);
         has_it = 0;
     }
