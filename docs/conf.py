@@ -24,6 +24,7 @@ nitpicky = True
 nitpick_ignore = [
     ("py:class", "pagepool.prefix.checkpoint_index.Stop"),
     ("py:class", "pagepool.memory.hybrid.HeldSlot"),
+    ("py:class", "pagepool.engine.intake.Request"),
 ]
 nitpick_ignore_regex = [("py:.*", r"(?!pagepool\.).*")]
 
