@@ -128,7 +128,7 @@ cdef class PrefixCache:
         return 0
 
     cdef int open_store(self, store) except -1:
-        from pagepool.prefix.store import PrefixStore  # late: loads SQLite and hashes
+        from pagepool.prefix.store import PrefixStore  # late: loads hashes and threads
         from pagepool.prefix.store_link import QUEUE_BYTES, StoreLink
         if not isinstance(store, PrefixStore):
             raise TypeError(f"store must be a PrefixStore or None, not {type(store).__name__}")

@@ -26,7 +26,8 @@ def in_bf16(family="Llama"):
 def answers(model, store=None, **config):
     """Return tokens and numbers of cached tokens of four requests."""
     options = {} if store is None else {"store": store, "store_bytes": STORE_BYTES}
-    with Engine(model, config=SchedulerConfig(**config), pack_weights=False, **options) as engine:
+    options |= {} if hasattr(model, "run") else {"pack_weights": False}
+    with Engine(model, config=SchedulerConfig(**config), **options) as engine:
         running = [engine.submit(prompt, PARAMS) for prompt in prompts((70, 33, 130, 9))]
         found = [generation.result(SECONDS) for generation in running]
     return [generation.token_ids for generation in found], [generation.num_cached for generation in found]

@@ -1,5 +1,8 @@
 """`weights="int8"` and `"int4"`: tokens of the quantised model, whatever the batch, and no other weights in memory."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
@@ -116,15 +119,22 @@ def test_the_fingerprint_has_the_quantisation():
     assert '"quantised"' not in texts[0] and '"quantised": "int8"' in texts[1]
 
 
-def test_engines_of_a_quantised_model_share_a_pool_and_others_are_refused():
-    model, options = tiny_model("Llama").to(torch.bfloat16), {"num_blocks": 64, "shared_pool": "quantised-linears"}
+@pytest.fixture
+def pool_name():
+    name = f"quantised-{os.getpid()}"
+    yield name
+    Path(f"/dev/shm/pagepool-{name}").unlink()
+
+
+def test_engines_of_a_quantised_model_share_a_pool_and_others_are_refused(pool_name):
+    model, options = tiny_model("Llama").to(torch.bfloat16), {"num_blocks": 64, "shared_pool": pool_name}
     with Engine(model, weights="int8", weights_digest="a", **options) as engine:
         expected = engine.submit(prompts()[0], SamplingParams(4)).result(SECONDS).token_ids
         other = tiny_model("Llama").to(torch.bfloat16)
         with Engine(other, weights="int8", weights_digest="a", **options) as second:
             assert second.submit(prompts()[0], SamplingParams(4)).result(SECONDS).token_ids == expected
         for weights in (None, "int4"):
-            with pytest.raises(ValueError, match="quantised-linears"):
+            with pytest.raises(ValueError, match=pool_name):
                 Engine(tiny_model("Llama").to(torch.bfloat16), weights=weights, weights_digest="a", **options)
 
 
@@ -141,7 +151,7 @@ def test_wrong_kinds_are_refused_and_change_nothing():
     odd = {"hidden_size": 24, "intermediate_size": 24, "num_attention_heads": 3, "num_key_value_heads": 1}
     with pytest.raises(ValueError, match="no linear layer"):
         ModelRunner(tiny_model("Llama", head_dim=8, **odd), num_blocks=8, weights="int8")
-    with pytest.raises(ValueError, match="'int8' are for a model"):
+    with pytest.raises(ValueError, match="'int8' is for a model"):
         Engine(FakeRunner(), weights="int8")
 
 

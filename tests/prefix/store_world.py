@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 
-from pagepool import KvCachePool, KvLayout, PrefixCache
+from pagepool import KvCachePool, KvLayout, PoolExhausted, PrefixCache
 from pagepool.prefix.fingerprint import fingerprint_of
 from pagepool.prefix.page_index import RECORD_BYTES
 from pagepool.prefix.store import PrefixStore
@@ -36,10 +36,11 @@ class World:
         for number in range(found):
             self.check_page(blocks[number], tokens[: (number + 1) * BLOCK], keys)
         self.cache.evict(max(0, full - found - self.allocator.free_count))
-        if full - found > self.allocator.free_count:
+        try:
+            blocks += self.allocator.allocate_n(full - found).tolist()
+        except PoolExhausted:  # another process of a shared pool may have taken the evicted blocks
             self.allocator.free(blocks)
             return found
-        blocks += self.allocator.allocate_n(full - found).tolist()
         for number in range(found, full):
             for place, pool in enumerate(self.pools):
                 pool.page(blocks[number])[:] = content(tokens[: (number + 1) * BLOCK], keys, place)
