@@ -179,6 +179,24 @@ def test_a_process_that_is_killed_leaves_only_right_pages(memory, other_memory, 
     world.stop()
 
 
+def test_events_of_a_block_that_another_process_caches_again_with_other_tokens(memory):
+    """The block behind it is cached still, with the same generation before it, but no look-up finds it."""
+    first, second = [KvCachePool.from_layout(LAYOUT, 8, shared=memory) for _ in range(2)]
+    cache, other = PrefixCache(first.allocator, max_events=100), PrefixCache(second.allocator)
+    mirror, tokens = Mirror(cache), list(range(2 * BLOCK))
+    blocks = first.allocator.allocate_n(2)
+    cache.cache_blocks(tokens, blocks)
+    mirror.check()
+    held = other.match_prefix(tokens[:BLOCK])
+    cache.discard(blocks[:1])
+    changed = [token + 100 for token in tokens[:BLOCK]]
+    other.cache_blocks(changed, held)
+    mirror.check()
+    assert mirror.find(changed) == cache.match_prefix(changed).tolist() == held.tolist()
+    assert not mirror.find(tokens) and len(mirror.known) == 1
+    cache.check()
+
+
 def test_events_tell_what_every_process_stores_and_removes(memory):
     """By names alone a follower finds what the cache finds."""
     random = np.random.default_rng(5)

@@ -762,7 +762,15 @@ void pp_index_know(const pp_shared *view, pp_index_names *names, const pp_index_
     pp_lock_release(&names->lock);
 }
 
-/* Whether a look-up can find block b: every block before it is cached with the generation that its child has noted.
+/* Whether block `parent` still has the prefix behind which the node was cached.  The generation is not enough: a
+ * process that holds a block can forget it and cache it again with other tokens. */
+static int is_link(const pp_shared *view, int32_t parent, const pp_index_node *node) {
+    const int32_t b = (int32_t)(node - view->nodes);
+    return (uint32_t)(LOAD(&view->words[parent]) >> 32) == node->generation &&
+           pp_hash_block(view->nodes[parent].hash, tokens_of(view, b), view->block_size) == node->hash;
+}
+
+/* Whether a look-up can find block b: every block before it is cached with the prefix behind which its child is.
  * Notes the result for all blocks on the way, so that a call for every block takes O(num_blocks). */
 static int is_reached(const pp_shared *view, pp_index_names *names, int32_t b) {
     int64_t depth = 0;
@@ -777,7 +785,7 @@ static int is_reached(const pp_shared *view, pp_index_names *names, int32_t b) {
         names->path[depth++] = at;
         at = node->parent;
         if (at < -1 || at >= view->num_blocks) found = LOST;
-        if (at >= 0 && found == REACHED && (uint32_t)(LOAD(&view->words[at]) >> 32) != node->generation) found = LOST;
+        if (at >= 0 && found == REACHED && !is_link(view, at, node)) found = LOST;
         if (found == LOST) break;
     }
     while (depth) names->of[names->path[--depth]].state |= found;
@@ -800,7 +808,12 @@ int64_t pp_index_removed(const pp_shared *view, pp_index_names *names, int32_t *
 int64_t pp_index_added(const pp_shared *view, pp_index_names *names, int32_t *blocks) {
     int64_t count = 0;
     for (int32_t b = 0; b < view->num_blocks; b++) {
-        if (names->of[b].state & PP_INDEX_LISTED || !is_reached(view, names, b) || !name_of(view, names, b)) continue;
+        if (names->of[b].state & PP_INDEX_LISTED || !is_reached(view, names, b)) continue;
+        /* The names of a block can be known when those of a block before it are not: it was removed and came back. */
+        int32_t unnamed = b;
+        while (unnamed >= 0 && !(names->of[unnamed].state & PP_INDEX_LISTED) && name_of(view, names, unnamed))
+            unnamed = view->nodes[unnamed].parent;
+        if (unnamed >= 0 && !(names->of[unnamed].state & PP_INDEX_LISTED)) continue;
         const int64_t first = count;
         for (int32_t at = b; at >= 0 && !(names->of[at].state & PP_INDEX_LISTED); at = view->nodes[at].parent) {
             names->of[at].state |= PP_INDEX_LISTED;
