@@ -207,7 +207,7 @@ class PageStore:
             raise
         self._use(files, seed, index, pages)
         try:
-            if self._hides_all:
+            if self._hides_all and pages.num_slots:  # files that were created now have no page
                 self._forget_all()
             self._forget(self._hidden, self._hidden_parents)
             self._hidden, self._hidden_parents, self._hides_all = set(), set(), False
