@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 
 sys.path.append(str(Path(__file__).parent.parent))  # fallback: the package of the checkout
+import policies  # noqa: F401  # adds its policies to the reference
 from traces import TRACES, make_trace
 
 import pagepool
 from pagepool import reference
-from pagepool.prefix.policies import belady_pass
+from pagepool.reference.policies import belady_pass
 
 OTHERS = ("arc", "s3fifo", "lfu")  # in plain Python
 CAPACITIES = [1000, 3000, 5859, 10_000, 20_000, 30_000]

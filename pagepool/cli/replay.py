@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,20 @@ from pagepool.cli.progress import Progress
 from pagepool.cli.replay_options import DEFAULT_BLOCK_SIZE, DEFAULT_BLOCKS
 from pagepool.cli.usage import UsageError
 from pagepool.config import SchedulerConfig
-from pagepool.prefix.eviction import POLICIES
 from pagepool.replay import picture, report
 from pagepool.replay.attend import GEOMETRIES, Attention
 from pagepool.replay.clock import OpenLoop, Users
 from pagepool.replay.cluster import Cluster, ClusterOptions, Link
-from pagepool.replay.cluster_report import cluster_results
 from pagepool.replay.driver import MeteredBlockManager, MeteredCache, Replay
-from pagepool.replay.order import in_order
-from pagepool.replay.passes import BELADY, PLAIN_POLICIES, StateOptions, cache_passes, hybrid_pass
+from pagepool.replay.passes import StateOptions, cache_pass, hybrid_pass
 from pagepool.replay.prompts import PassError, Prompts, TraceTokens
 from pagepool.replay.ptrace import Trace, read_trace
 
 __all__ = ["Outcome", "bundled_trace", "run"]
 
 ATTEND_BYTES = 2 << 30
-NEEDS_NO_CLOCK = ("compare", "capacity", "hybrid")
+NEEDS_NO_CLOCK = ("capacity", "hybrid")
+NEEDS_CLOCK = ("attend", "blocks", "users", "html")
 NEEDS_WORKERS = ("route", "staleness", "link")
 NOT_WITH_WORKERS = ("attend", "reference", "html")
 
@@ -44,7 +43,7 @@ class Outcome:
 
     numbers: dict[str, Any]
     show: Callable[[dict[str, Any]], None]
-    picture: dict[str, Any]
+    picture: dict[str, Any] | None = None
 
 
 def bundled_trace() -> Path:
@@ -77,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _write(name: str, outcome: Outcome, file: str) -> None:
     """Write the result of an option (`json` or `html`) to a file or to standard output."""
-    text = picture.page(outcome.picture) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
+    text = picture.page(outcome.picture or {}) if name == "html" else json.dumps(outcome.numbers, indent=2) + "\n"
     if file == STDOUT and hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(text.encode())  # always UTF-8, as the page declares
     elif file == STDOUT:
@@ -113,8 +112,8 @@ def _check_clock(options: argparse.Namespace) -> None:
     for option in NEEDS_NO_CLOCK:
         if getattr(options, option):
             raise UsageError(f"--{option.replace('_', '-')} needs --clock none")
-    if options.policy and (len(options.policy) > 1 or BELADY in options.policy):
-        raise UsageError("--policy with several policies or belady needs --clock none")
+    if options.policy and len(options.policy) > 1:
+        raise UsageError("--policy with several policies needs --clock none")
 
 
 def _run_workers(options: argparse.Namespace) -> Outcome:
@@ -127,8 +126,6 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
     blocks = _num_blocks(trace, options)
     link = Link(*options.link) if options.link else None
     policy = options.policy[0] if options.policy else "gittins"
-    if policy in PLAIN_POLICIES:
-        raise UsageError(f"--policy {policy} cannot be used with --workers; use one of {', '.join(POLICIES)}")
     routes = options.route or ["cost"]
     clusters: list[Cluster] = []
     with Progress(len(trace) * len(routes)) as progress:
@@ -144,7 +141,7 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
                 cluster = Cluster(trace, config, options.cost, arrivals, blocks, policy, about)
             cluster.run(show)
             clusters.append(cluster)
-    return Outcome(cluster_results(clusters, options.users), tables.print_cluster, {})
+    return Outcome(report.cluster_results(clusters, options.users), tables.print_cluster)
 
 
 def _run_replay(options: argparse.Namespace) -> Outcome:
@@ -159,7 +156,7 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
         replay.run(progress, *([timeline] if timeline else []))
     numbers = report.results(replay, options.users)
     if timeline is None:
-        return Outcome(numbers, tables.print_table, {})
+        return Outcome(numbers, tables.print_table)
     timeline.end(replay)
     return Outcome(numbers, tables.print_table, picture.replay_picture(numbers, timeline))
 
@@ -185,8 +182,7 @@ def _config(options: argparse.Namespace) -> SchedulerConfig:
 
 def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
     policy = options.policy[0] if options.policy else None
-    in_python = options.reference or policy in PLAIN_POLICIES
-    memory = importlib.import_module("pagepool.reference" if in_python else "pagepool")
+    memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
     size = options.block_size or DEFAULT_BLOCK_SIZE
     geometry = GEOMETRIES[options.attend] if options.attend else None
     blocks = _num_blocks(trace, options)
@@ -204,7 +200,9 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
         attention = Attention(memory, pool, geometry, options.max_batch, config.max_batch_tokens, width)
     cache = MeteredCache(memory.PrefixCache(allocator, size, policy)) if policy else None
     tokens = TraceTokens(trace) if policy else None
-    manager = importlib.import_module("pagepool.replay.plain").PlainBlockManager if in_python else MeteredBlockManager
+    manager = (
+        importlib.import_module("pagepool.replay.plain").PlainBlockManager if options.reference else MeteredBlockManager
+    )
     block_manager = manager(allocator, size)
     arrivals = Users(trace, options.users) if options.users else None
     return Replay(trace, config, block_manager, options.cost, attention, arrivals, cache, tokens)
@@ -212,53 +210,24 @@ def _make_replay(trace: Trace, options: argparse.Namespace) -> Replay:
 
 def _run_passes(options: argparse.Namespace) -> Outcome:
     """Send the prompts through the prefix cache alone, once for each policy and capacity."""
-    if options.attend or options.blocks is not None:
-        raise UsageError("--attend and --blocks cannot be used with --clock none: use --capacity")
-    if options.compare and options.policy:
-        raise UsageError("--policy and --compare cannot be used together: both choose the policies")
+    for option in NEEDS_CLOCK:
+        if getattr(options, option) is not None:
+            raise UsageError(f"--{option} cannot be used with --clock none")
     path = options.trace or bundled_trace()
     trace = read_trace(path, options.requests, prefixes=True)
     memory = importlib.import_module("pagepool.reference" if options.reference else "pagepool")
     with _as_usage_errors(path):
-        prompts = Prompts(trace, options.block_size, in_order(trace, options.users))
-    policies = options.compare or options.policy or ["lru"]
-    if BELADY in policies and options.hybrid:
-        raise UsageError("belady cannot be used with --hybrid: it bounds the hits of blocks, not of states")
-    drawn = bool(options.html)
-    capacities: list[int | None] = options.capacity or [None]
-    # The horizontal axis of a picture is the capacity. With --hybrid it is the bytes of states.
-    if not options.capacity and (options.compare or (drawn and not options.hybrid)):
-        capacities = [*_doubling_to(prompts.most_ids)]
-    if options.hybrid:
-        return _run_hybrid(memory, prompts, policies, capacities, StateOptions(options.hybrid), options.users, drawn)
-    try:
-        with Progress(len(prompts) * len(policies) * len(capacities)) as progress:
-            passes = cache_passes(memory, prompts, policies, capacities, not options.reference, progress.update)
-    except PassError as error:
-        raise UsageError(f"{path}: {error}") from None
-    numbers = report.pass_results(prompts, passes, options.users)
-    drawing = picture.pass_picture(numbers, prompts) if drawn else {}
-    return Outcome(numbers, tables.print_comparison if options.compare else tables.print_passes, drawing)
-
-
-def _run_hybrid(
-    memory: Any,
-    prompts: Prompts,
-    policies: list[str],
-    capacities: list[int | None],
-    states: StateOptions,
-    users: int | None,
-    drawn: bool,
-) -> Outcome:
-    if not drawn:
-        found = [hybrid_pass(memory, prompts, policy, room, states) for policy in policies for room in capacities]
-        return Outcome(report.hybrid_results(prompts, found, states, users), tables.print_hybrid, {})
-    with Progress(len(prompts) * len(policies) * len(capacities)) as progress:
-        recorded = picture.recorded_passes(memory, prompts, policies, capacities, states, progress.update)
-    numbers = report.hybrid_results(prompts, [one for one, _ in recorded], states, users)
-    return Outcome(numbers, tables.print_hybrid, picture.hybrid_picture(numbers, recorded))
-
-
-def _doubling_to(blocks: int) -> list[int]:
-    """Return up to eight capacities; each is twice the one before, and the last is `blocks`."""
-    return sorted({max(1, blocks >> shift) for shift in range(8)})
+        prompts = Prompts(trace, options.block_size)
+    states = StateOptions(options.hybrid) if options.hybrid else None
+    found: list[Any] = []
+    pairs = list(product(options.policy or ["lru"], options.capacity or [None]))
+    with Progress(len(prompts) * len(pairs)) as progress:
+        for policy, room in pairs:
+            progress.update(len(found) * len(prompts), f"{policy} with {'unlimited' if room is None else room} blocks")
+            if states is None:
+                found.append(cache_pass(memory, prompts, policy, room))
+            else:
+                found.append(hybrid_pass(memory, prompts, policy, room, states))
+    if states is None:
+        return Outcome(report.pass_results(prompts, found), tables.print_passes)
+    return Outcome(report.hybrid_results(prompts, found, states), tables.print_hybrid)

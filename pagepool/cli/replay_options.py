@@ -11,14 +11,12 @@ from pagepool.prefix.eviction import POLICIES
 from pagepool.replay.attend import GEOMETRIES
 from pagepool.replay.clock import CostModel
 from pagepool.replay.cluster import ROUTES
-from pagepool.replay.passes import BELADY, PLAIN_POLICIES
 
 __all__ = ["DEFAULT_BLOCKS", "DEFAULT_BLOCK_SIZE", "add_arguments"]
 
 # Slightly less than the peak need of the bundled trace, so that requests wait for blocks and some are preempted.
 DEFAULT_BLOCKS = 3072
 DEFAULT_BLOCK_SIZE = 16
-NAMES = (*POLICIES, *PLAIN_POLICIES)
 MAX_BLOCKS = 2**31 - 1
 MAX_BATCH = 65_536
 MAX_BUDGET = 1 << 24
@@ -31,8 +29,8 @@ def _several(parse: Any) -> Any:
 
 
 def _policy(text: str) -> str:
-    if text not in (*NAMES, BELADY):
-        raise argparse.ArgumentTypeError(f"{text[:24]!r} is not one of {', '.join((*NAMES, BELADY))}")
+    if text not in POLICIES:
+        raise argparse.ArgumentTypeError(f"{text[:24]!r} is not one of {', '.join(POLICIES)}")
     return text
 
 
@@ -77,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference",
         action="store_true",
-        help="use the allocator, prefix cache, scheduler and attention in plain Python, for comparison; slow",
+        help="use the allocator, prefix cache and attention in plain Python, for comparison; slow",
     )
     _add_pool(parser.add_argument_group("pool and scheduler"))
     _add_attention(parser.add_argument_group("attention on real memory"))
@@ -136,22 +134,14 @@ def _add_prefix_cache(group: Any) -> None:
         "--policy",
         type=_several(_policy),
         metavar="NAME,...",
-        help=f"cache prefixes and evict by this policy: {', '.join(NAMES)}. With --clock none also several, and "
-        "belady, the upper bound of all policies (default: lru). "
-        f"{', '.join(PLAIN_POLICIES)} run in plain Python, as with --reference: slow",
+        help=f"cache prefixes and evict by this policy: {', '.join(POLICIES)}; with --clock none also several, "
+        "default: lru",
     )
     add(
         "--capacity",
         type=_several(between(0, MAX_BLOCKS)),
         metavar="N,...",
         help="blocks of the cache, with --clock none; default: unlimited. Memory grows with use, not with N",
-    )
-    add(
-        "--compare",
-        type=_several(_policy),
-        metavar="NAME,...",
-        help="with --clock none, compare policies at each --capacity; default: eight capacities, each twice the one "
-        "before, up to all blocks",
     )
 
 
@@ -161,8 +151,8 @@ def _add_users(group: Any) -> None:
         "--users",
         type=between(1, MAX_BATCH),
         metavar="N",
-        help="N users, each of them runs one session of the trace after the other. A request without a session is a "
-        "session of its own. With the virtual clock a user waits for the answer and for the recorded think time",
+        help="N users, each of them runs one session of the trace after the other, and waits for each answer and for "
+        "the recorded think time. A request without a session is a session of its own",
     )
 
 
@@ -212,8 +202,7 @@ def _add_output(group: Any) -> None:
         "--html",
         type=file_name,
         metavar="FILE",
-        help="write an interactive page that needs only a browser: pool, batches and latency over time. With --clock "
-        "none: hit rate over capacity. With --hybrid: usable hits over the bytes of states and over the trace",
+        help="write an interactive page that needs only a browser: pool, batches and latency over time",
     )
     add(
         "--json",

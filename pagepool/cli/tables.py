@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from pagepool.cli.output import show
-from pagepool.replay.passes import BELADY
 from pagepool.replay.report import (
     about_states,
     as_list,
@@ -13,12 +12,10 @@ from pagepool.replay.report import (
     footer,
     headings,
     hit_rate,
-    hybrid_table,
-    pass_rows,
     title,
 )
 
-__all__ = ["print_cluster", "print_comparison", "print_hybrid", "print_passes", "print_table"]
+__all__ = ["print_cluster", "print_hybrid", "print_passes", "print_table"]
 
 
 def print_table(numbers: dict[str, Any]) -> None:
@@ -37,46 +34,32 @@ def print_passes(numbers: dict[str, Any]) -> None:
             f"{row['full_blocks']:,}",
             f"{hit_rate(row):.1%}",
             f"{row['evictions']:,}",
-            "swept" if row["ns_per_block"] is None else f"{row['ns_per_block']:.1f}",
+            f"{row['ns_per_block']:.1f}",
         ]
-        for row in pass_rows(numbers)
+        for row in as_list(numbers["prefix"])
     ]
     header = ["policy", "capacity", "hits", "of full", "rate", "evictions", "ns/block"]
     show(title(numbers), header, lines, footer(numbers))
 
 
-def print_comparison(numbers: dict[str, Any]) -> None:
-    """Print the hit rates on stdout, a line for each capacity and a column for each policy.
-
-    * marks the best policy; belady is a bound and never marked. If both lru and belady are compared, a second table
-    shows the gain of each policy: 0 % is lru, 100 % is belady.
-    """
-    rows = pass_rows(numbers)
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    by_capacity: dict[str, dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        by_capacity.setdefault(capacity_text(row), {})[row["policy"]] = row
-    rates, shares = [], []
-    for capacity, line in by_capacity.items():
-        most = max((row["hit_blocks"] for policy, row in line.items() if policy != BELADY), default=None)
-        best = [row["hit_blocks"] == most and policy != BELADY for policy, row in line.items()]
-        cells = zip(line.values(), best, strict=True)
-        rates.append([capacity, *(f"{hit_rate(row):.2%}{'*' if is_best else ' '}" for row, is_best in cells)])
-        if {"lru", BELADY} <= set(line):
-            low, high = line["lru"]["hit_blocks"], line[BELADY]["hit_blocks"]
-            above = ((row["hit_blocks"] - low) / (high - low) if high > low else 0.0 for row in line.values())
-            shares.append([capacity, *(f"{share:.1%}" for share in above)])
-    header = ["capacity", *policies]
-    show(title(numbers), header, rates, "" if shares else footer(numbers))
-    if shares:
-        show("hits above lru, as shares of belady's hits above lru", header, shares, footer(numbers))
-
-
 def print_hybrid(numbers: dict[str, Any]) -> None:
     """Print a line for each pass on stdout, and the number of saved and used states of each kind."""
-    header, *lines = hybrid_table(numbers)
-    show(f"{title(numbers)}\n{about_states(numbers)}", header, lines)
     rows = as_list(numbers["hybrid"])
+    lines = [
+        [
+            row["policy"],
+            capacity_text(row),
+            f"{row['hit_blocks']:,}",
+            f"{row['usable_blocks']:,}",
+            f"{row['usable_share']:.1%}",
+            f"{row['states_saved']:,}",
+            f"{row['state_share']:.1%}",
+            f"{row['peak_state_share']:.1%}",
+        ]
+        for row in rows
+    ]
+    header = ["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"]
+    show(f"{title(numbers)}\n{about_states(numbers)}", header, lines)
     kinds = [
         [
             row["policy"],

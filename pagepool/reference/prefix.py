@@ -15,17 +15,11 @@ import numpy as np
 
 from pagepool.errors import InvalidBlock, PoolError
 from pagepool.reference.gittins import Gittins
-from pagepool.reference.policies import Arc, Lfu, Lru, S3Fifo
+from pagepool.reference.policies import Lru
 
 __all__ = ["POLICIES", "PrefixCache"]
 
-POLICIES: dict[str, type[Lru]] = {
-    "lru": Lru,
-    "lfu": Lfu,
-    "s3fifo": S3Fifo,
-    "arc": Arc,
-    "gittins": Gittins,
-}
+POLICIES: dict[str, type[Lru]] = {"lru": Lru, "gittins": Gittins}
 
 
 class Node:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol
 
-from pagepool.replay.order import sessions_of
 from pagepool.replay.ptrace import Trace
 
 __all__ = ["Arrivals", "CostModel", "OpenLoop", "Users"]
@@ -88,7 +87,7 @@ class Users:
 
     def __init__(self, trace: Trace, users: int) -> None:
         self._think = trace.think_us
-        self._sessions = sessions_of(trace)[::-1]  # the next one to take is last
+        self._sessions = trace.sessions()[::-1]  # the next one to take is last
         self._rest: dict[int, list[int]] = {}  # the request that a user waits for -> the rest of its session, reversed
         self._arrivals: list[tuple[int, int, int]] = []  # a heap of (time, a running number, request)
         self._number = 0

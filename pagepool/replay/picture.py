@@ -1,7 +1,6 @@
 """The data of the picture of `--html`, and the HTML page that contains it as JSON.
 
-`Timeline` and `HybridRecord` collect the data in a bounded number of windows while a replay or a pass runs. Every
-picture has title, footer, facts (pairs of texts) and table (rows of texts), and one of timeline, curve and hybrid.
+`Timeline` collects the data in a bounded number of windows while a replay runs.
 """
 
 from __future__ import annotations
@@ -9,39 +8,21 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pagepool.replay import report
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
-from pagepool.replay.lru_sweep import LruSweep, NotSwept
-from pagepool.replay.passes import HybridPass, StateOptions, hybrid_pass
-from pagepool.replay.prompts import Prompts
 
-__all__ = [
-    "HybridRecord",
-    "Timeline",
-    "Window",
-    "hybrid_picture",
-    "lru_curve",
-    "page",
-    "pass_picture",
-    "recorded_passes",
-    "replay_picture",
-]
+__all__ = ["Timeline", "Window", "page", "replay_picture"]
 
 TEMPLATE = Path(__file__).parent.parent / "data" / "replay.html"
 MOST_WINDOWS = 480
 MOST_ROWS = 96
 MOST_BLOCKS = 6_144  # maximum number of sampled blocks for one column of the map
-MOST_PASS_WINDOWS = 160
-CURVE_POINTS = 240
-HALVES = 9
 
 
 def page(picture: dict[str, Any]) -> str:
@@ -54,22 +35,6 @@ def page(picture: dict[str, Any]) -> str:
     head, _, rest = TEMPLATE.read_text(encoding="utf-8").partition("{{title}}")
     body, _, tail = rest.partition("{{data}}")
     return f"{head}{escape(picture['title'])}{body}{data}{tail}"
-
-
-def _picture(title: str, footer: str, **parts: Any) -> dict[str, Any]:
-    return {
-        "title": title,
-        "footer": footer,
-        "facts": [],
-        "timeline": None,
-        "table": None,
-        "curve": None,
-        "hybrid": None,
-        **parts,
-    }
-
-
-# ------------------------------------------------------------------------------------- a replay under the virtual clock
 
 
 @dataclass
@@ -192,158 +157,4 @@ def replay_picture(numbers: dict[str, Any], timeline: Timeline) -> dict[str, Any
         "ttft_p99_ms": [percentile(counts, 0.99) / 1e3 if counts else None for counts in ttft],
         "preemptions": [window.preemptions for window in windows],
     }
-    return _picture(title, footer, facts=facts, timeline=lines)
-
-
-# ---------------------------------------------------------------------------------- the prefix cache, without a clock
-
-
-def pass_picture(numbers: dict[str, Any], prompts: Prompts) -> dict[str, Any]:
-    """The picture of passes: for each policy its points (capacity in blocks, hit rate), and LRU's whole curve."""
-    rows = report.pass_rows(numbers)
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    curve = lru_curve(prompts) if "lru" in policies else None
-    lines = []
-    for policy in policies:
-        chosen = [row for row in rows if row["policy"] == policy and row["capacity_blocks"] is not None]
-        points = sorted((row["capacity_blocks"], report.hit_rate(row)) for row in chosen)
-        whole = sorted({*curve, *points}) if curve and policy == "lru" else None  # the line goes through its points
-        lines.append({"policy": policy, "points": points, "curve": whole})
-    unlimited = next((report.hit_rate(row) for row in rows if row["capacity_blocks"] is None), None)
-    if unlimited is None and curve:
-        unlimited = curve[-1][1]
-    rates = {(row["policy"], row["capacity_blocks"]): f"{report.hit_rate(row):.2%}" for row in rows}
-    table = [
-        ["unlimited" if capacity is None else f"{capacity:,}", *(rates[policy, capacity] for policy in policies)]
-        for capacity in dict.fromkeys(row["capacity_blocks"] for row in rows)
-    ]
-    return _picture(
-        report.title(numbers),
-        report.footer(numbers),
-        table=[["capacity, blocks", *policies], *table],
-        curve={"lines": lines, "unlimited": unlimited},
-    )
-
-
-def lru_curve(prompts: Prompts) -> list[tuple[int, float]] | None:
-    """Return LRU's hit rate at up to CURVE_POINTS capacities at which it changes.
-
-    None if a sweep is not possible or the trace has no hits.
-    """
-    try:
-        lru = LruSweep(prompts)
-    except NotSwept:
-        return None
-    if not len(lru.distances) or not prompts.full_blocks:
-        return None
-    distances = lru.distances.tolist()
-    # Logarithmic spacing, as on the axis. Always includes the last point.
-    points: list[tuple[int, float]] = []
-    ratio = (distances[-1] / distances[0]) ** (1 / CURVE_POINTS)
-    wanted = float(distances[0])
-    for distance in distances:
-        if distance >= wanted or distance == distances[-1]:
-            points.append((distance, lru.hits(distance) / prompts.full_blocks))
-            wanted = max(wanted, distance) * ratio
-    return points
-
-
-# ---------------------------------------------------------------------------------------------------- hybrid models
-
-
-class HybridRecord:
-    """Counts of one pass in windows of equally many prompts, and its usable blocks with smaller budgets.
-
-    full_blocks == sum(full), hit_blocks == sum(hit), usable_blocks == sum(usable)
-    """
-
-    def __init__(self, prompts: int) -> None:
-        self.per_window = max(1, -(-prompts // MOST_PASS_WINDOWS))
-        self.prompts = 0
-        self.full: list[int] = []
-        self.hit: list[int] = []
-        self.usable: list[int] = []
-        self.states: list[int] = []  # number of states at the end of each window
-        self.every_block: list[int] = []  # the same with a state at the end of every cached block
-        self.budgets: list[tuple[int, int]] = []  # bytes of all states, usable blocks
-
-    def __call__(self, full: int, hit: int, usable: int, states: int, cached: int) -> None:
-        """Count a prompt. Called by `hybrid_pass`."""
-        if self.prompts % self.per_window == 0:
-            for values in (self.full, self.hit, self.usable, self.states, self.every_block):
-                values.append(0)
-        self.prompts += 1
-        self.full[-1] += full
-        self.hit[-1] += hit
-        self.usable[-1] += usable
-        self.states[-1], self.every_block[-1] = states, cached
-
-    def ends(self) -> list[int]:
-        """Return the number of prompts at the end of each window."""
-        return [min((at + 1) * self.per_window, self.prompts) for at in range(len(self.full))]
-
-
-def recorded_passes(
-    memory: Any,
-    prompts: Prompts,
-    policies: list[str],
-    capacities: list[int | None],
-    options: StateOptions,
-    progress: Callable[[int, str], None],
-) -> list[tuple[HybridPass, HybridRecord]]:
-    """Run every pass and return each with its record. `progress` gets the number of finished prompts and the pass."""
-    found = []
-    for policy, capacity in product(policies, capacities):
-        record = HybridRecord(len(prompts))
-        one = hybrid_pass(memory, prompts, policy, capacity, options, record)
-        record.budgets = _budgets(memory, prompts, one, options)
-        found.append((one, record))
-        progress(len(found) * len(prompts), _name(one, True))
-    return found
-
-
-def _budgets(memory: Any, prompts: Prompts, one: HybridPass, options: StateOptions) -> list[tuple[int, int]]:
-    """Return usable blocks of the same pass for several budgets: the peak bytes of `one`, then half, and so on."""
-    most = one.states["peak_states"] * options.state_bytes
-    found = [(most, one.usable_blocks)] if most else []
-    for budget in [most >> halves for halves in range(1, HALVES + 1)]:
-        if budget >= options.state_bytes:
-            smaller = replace(options, budget_bytes=budget)
-            found.append((budget, hybrid_pass(memory, prompts, one.policy, one.capacity, smaller).usable_blocks))
-    return found[::-1]
-
-
-def hybrid_picture(numbers: dict[str, Any], found: list[tuple[HybridPass, HybridRecord]]) -> dict[str, Any]:
-    """Return the picture of passes with states.
-
-    For each pass it shows the share of usable full blocks over the budget and over the trace. It also compares the
-    number of states with one state at the end of every cached block.
-    """
-    several = len({one.policy for one, _ in found}) > 1
-    lines = [
-        {
-            "name": _name(one, several or len(found) == 1),
-            "hit_rate": _share(one.hit_blocks, one.full_blocks),
-            "budgets": [(room, _share(usable, one.full_blocks)) for room, usable in record.budgets],
-            "hit": list(map(_share, record.hit, record.full)),
-            "usable": list(map(_share, record.usable, record.full)),
-            "states": record.states,
-            "every_block": record.every_block,
-        }
-        for one, record in found
-    ]
-    return _picture(
-        report.title(numbers),
-        f"{report.footer(numbers)} In this picture: {report.about_states(numbers)}.",
-        table=report.hybrid_table(numbers),
-        hybrid={"ends": found[0][1].ends() if found else [], "lines": lines},
-    )
-
-
-def _name(one: HybridPass, with_policy: bool) -> str:
-    room = "no bound" if one.capacity is None else f"{one.capacity:,} blocks"
-    return f"{one.policy}, {room}" if with_policy else room
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
+    return {"title": title, "footer": footer, "facts": facts, "timeline": lines}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise, repeat
+from collections.abc import Iterator
+from itertools import chain, pairwise, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool.replay.order import sessions_of
 from pagepool.replay.ptrace import Trace
 
 __all__ = ["MAX_IDS", "PassError", "Prompts", "TraceTokens"]
@@ -31,8 +30,6 @@ class Prompts:
         A trace that was read with its prefixes.
     block_size : int, optional
         Tokens per block. It must divide the block size of the trace, which is the default.
-    order : sequence of int, optional
-        Indices of the requests, each once. Default: the order of arrival.
 
     Raises
     ------
@@ -40,12 +37,11 @@ class Prompts:
         If the trace has no prefix blocks, `block_size` does not divide theirs, or an id needs more than 31 bits.
     """
 
-    def __init__(self, trace: Trace, block_size: int | None = None, order: Sequence[int] | None = None) -> None:
+    def __init__(self, trace: Trace, block_size: int | None = None) -> None:
         if not trace.block or trace.runs is None:
             raise PassError("the trace has no prefix blocks, which --clock none needs")
         self.trace = trace
         self.block_size = block_size or trace.block
-        self.order = range(len(trace)) if order is None else order
         if trace.block % self.block_size:
             raise PassError(
                 f"--block-size must divide the trace's block size, {trace.block} tokens, and {self.block_size} does not"
@@ -58,38 +54,18 @@ class Prompts:
         self.most_ids = sum(-(-tokens // self.block_size) for tokens in trace.prompt)
 
     def __iter__(self) -> Iterator[tuple[NDArray[np.int32], int]]:
-        """Yield the ids of the full blocks and the session of each prompt."""
-        for index in self.order:
+        """Yield the ids of the full blocks and the session of each prompt, by arrival."""
+        for index in range(len(self)):
             yield self.row(index), self.trace.session[index]
 
     def __len__(self) -> int:
-        return len(self.order)
+        return len(self.trace)
 
     def row(self, index: int, partial: bool = False) -> NDArray[np.int32]:
         """Return the ids of the full blocks of request `index`. `partial` includes a partial last block."""
         tokens = self.trace.prompt[index]
         ids = _ids((self.trace.runs or [])[index], self._cuts)
         return ids[: -(-tokens // self.block_size) if partial else tokens // self.block_size]
-
-    def flat(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """Return the ids of all prompts in one array, and the end of each prompt. Different sessions share no ids.
-
-        Raises `PassError` if the ids need more than 31 bits.
-        """
-        first, size = self.id_ranges()
-        if size > MAX_IDS:
-            raise PassError(f"all sessions together must have at most {MAX_IDS} block ids, not {size}")
-        rows = [ids + np.int32(first[session]) for ids, session in self]
-        ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
-        return np.concatenate(rows) if rows else np.empty(0, np.int32), ends
-
-    def id_ranges(self) -> tuple[dict[int, int], int]:
-        """Give each session its own range of ids. Returns the first id of each session, and the number of ids."""
-        ends: dict[int, int] = {}
-        for runs, session in zip(self.trace.runs or [], self.trace.session, strict=True):
-            ends[session] = max(ends.get(session, 0), _last_id([runs]) * self._cuts)
-        begins = accumulate(ends.values(), initial=0)
-        return dict(zip(ends, begins, strict=False)), sum(ends.values())
 
 
 class TraceTokens:
@@ -113,7 +89,7 @@ class TraceTokens:
             limit = MAX_TOKEN - len(trace)
             raise PassError(f"a trace of {len(trace)} requests must have at most {limit} block ids, not {last}")
         self._next: dict[int, int] = {}
-        for session in sessions_of(trace):
+        for session in trace.sessions():
             self._next.update(pairwise(session))
 
     def of(self, index: int) -> tuple[list[int], Iterator[int]]:

@@ -170,11 +170,18 @@ class Trace:
     output: array[int] = field(default_factory=lambda: array("i"))
     session: array[int] = field(default_factory=lambda: array("i"))  # the session of request i; 0: none
     think_us: array[int] = field(default_factory=lambda: array("q"))  # from the end of the session's previous request
-    api_us: array[int] = field(default_factory=lambda: array("q"))  # recorded duration of request i
     runs: list[list[int]] | None = None  # block ids of each prompt as [start, length, ...], if they were read
 
     def __len__(self) -> int:
         return len(self.arrival_us)
+
+    def sessions(self) -> list[list[int]]:
+        """Return the requests of each session, in the order of the file, then each request without a session."""
+        sessions: dict[int, list[int]] = {}
+        for index, session in enumerate(self.session):
+            sessions.setdefault(session, []).append(index)
+        alone = sessions.pop(0, [])
+        return [sessions[number] for number in sorted(sessions)] + [[index] for index in alone]
 
     def longest(self) -> int:
         """Return the maximum number of tokens of one request, prompt and output together; 0 for an empty trace."""
@@ -249,11 +256,9 @@ def _record(trace: Trace, record: Any, number: int, scale: int, limit: int | Non
                 raise Fault(f"request {index + 1} of the session must be [arrival, in, out, think, api, [runs]]")
             _request(trace, [*request[:3], request[5]], number + 1, scale)
             trace.think_us.append(_microseconds(request[3], 1_000_000, "the think time"))
-            trace.api_us.append(_microseconds(request[4], 1_000_000, "the api time"))
     elif isinstance(record, list) and len(record) == 4:
         _request(trace, record, 0, scale)
         trace.think_us.append(0)
-        trace.api_us.append(0)
     else:
         raise Fault("a request must be [arrival, prompt tokens, output tokens, [runs]]")
 
@@ -298,7 +303,7 @@ def _by_arrival(trace: Trace) -> Trace:
     order = sorted(range(len(times)), key=times.__getitem__)
     if trace.runs is not None:
         trace.runs = [trace.runs[i] for i in order]
-    for column in ("arrival_us", "prompt", "output", "session", "think_us", "api_us"):
+    for column in ("arrival_us", "prompt", "output", "session", "think_us"):
         values = getattr(trace, column)
         setattr(trace, column, array(values.typecode, (values[i] for i in order)))
     return trace

@@ -1,10 +1,12 @@
-"""Results as dicts for JSON, and texts of tables: of a replay, of passes through the prefix cache, of hybrid models."""
+"""Results as dicts for JSON: of a replay, of passes through the prefix cache, of hybrid models, of many workers."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
+from pagepool.replay.cluster import Cluster
 from pagepool.replay.driver import Replay
 from pagepool.replay.latency import percentile
 from pagepool.replay.passes import CachePass, HybridPass, StateOptions
@@ -14,15 +16,12 @@ __all__ = [
     "about_states",
     "as_list",
     "capacity_text",
+    "cluster_results",
     "footer",
     "headings",
     "hit_rate",
     "hybrid_results",
-    "hybrid_table",
     "pass_results",
-    "pass_rows",
-    "percentiles",
-    "ratio",
     "results",
     "title",
 ]
@@ -168,7 +167,7 @@ def _replay_rows(numbers: dict[str, Any]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------------------- the prefix cache, without a clock
 
 
-def pass_results(prompts: Prompts, passes: list[CachePass], users: int | None) -> dict[str, Any]:
+def pass_results(prompts: Prompts, passes: list[CachePass]) -> dict[str, Any]:
     """Return all counts, and the number of users. `prefix` is an object for one pass, a list for several passes.
 
     `ns_per_block` is the wall time of lookup and insertion per block. It is null if an `LruSweep` counted without a
@@ -181,27 +180,21 @@ def pass_results(prompts: Prompts, passes: list[CachePass], users: int | None) -
             "full_blocks": one.full_blocks,
             "hit_blocks": one.hit_blocks,
             "evictions": one.evictions,
-            "ns_per_block": None if one.nanoseconds is None else one.nanoseconds / max(1, one.blocks),
+            "ns_per_block": one.nanoseconds / max(1, one.blocks),
         }
         for one in passes
     ]
-    return {**_about_pass(prompts, users), "prefix": rows[0] if len(rows) == 1 else rows}
+    return {**_about_pass(prompts), "prefix": rows[0] if len(rows) == 1 else rows}
 
 
-def _about_pass(prompts: Prompts, users: int | None) -> dict[str, Any]:
+def _about_pass(prompts: Prompts) -> dict[str, Any]:
     return {
         "trace": prompts.trace.name,
         "licence": prompts.trace.licence,
         "requests": len(prompts.trace),
         "clock": "none",
         "block_size": prompts.block_size,
-        "users": users,
     }
-
-
-def pass_rows(numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the results of one or several passes as a list."""
-    return as_list(numbers["prefix"])
 
 
 def hit_rate(row: dict[str, Any]) -> float:
@@ -211,9 +204,7 @@ def hit_rate(row: dict[str, Any]) -> float:
 
 def title(numbers: dict[str, Any]) -> str:
     """Return the line above the tables of passes without a clock."""
-    users = f", {numbers['users']} users" if numbers["users"] else ""
-    size = f"{numbers['block_size']}-token blocks"
-    return f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {size}{users}"
+    return f"prefix cache, {numbers['trace']}: {numbers['requests']:,} prompts, {numbers['block_size']}-token blocks"
 
 
 def as_list(found: Any) -> list[dict[str, Any]]:
@@ -229,9 +220,7 @@ def capacity_text(row: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------------------- hybrid models
 
 
-def hybrid_results(
-    prompts: Prompts, passes: list[HybridPass], options: StateOptions, users: int | None
-) -> dict[str, Any]:
+def hybrid_results(prompts: Prompts, passes: list[HybridPass], options: StateOptions) -> dict[str, Any]:
     """Return all counts, which are the same in every run. `hybrid` is an object for one pass, a list for several.
 
     `usable_share` is `usable_blocks / hit_blocks`. `state_share` is `states_saved / every_block_states`: it compares
@@ -256,7 +245,7 @@ def hybrid_results(
         for one in passes
     ]
     sizes = {"state_bytes": options.state_bytes, "grid": options.grid}
-    return {**_about_pass(prompts, users), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
+    return {**_about_pass(prompts), "states": sizes, "hybrid": rows[0] if len(rows) == 1 else rows}
 
 
 def about_states(numbers: dict[str, Any]) -> str:
@@ -265,19 +254,52 @@ def about_states(numbers: dict[str, Any]) -> str:
     return f"states of {sizes['state_bytes'] / 2**20:,.2f} MiB, no bound; a grid of {sizes['grid']:,} tokens"
 
 
-def hybrid_table(numbers: dict[str, Any]) -> list[list[str]]:
-    """Return a header, and a line for each pass."""
-    lines = [
-        [
-            row["policy"],
-            capacity_text(row),
-            f"{row['hit_blocks']:,}",
-            f"{row['usable_blocks']:,}",
-            f"{row['usable_share']:.1%}",
-            f"{row['states_saved']:,}",
-            f"{row['state_share']:.1%}",
-            f"{row['peak_state_share']:.1%}",
-        ]
-        for row in as_list(numbers["hybrid"])
-    ]
-    return [["policy", "capacity", "hits", "usable", "share", "states", "of every block", "at a time"], *lines]
+# ------------------------------------------------------------------------------------------------------ many workers
+
+
+def cluster_results(clusters: list[Cluster], users: int | None = None) -> dict[str, Any]:
+    """Return all counts, which are the same in every run. `routes` has an object for each cluster.
+
+    All clusters have the same trace and the same number of workers. `hit_rate` is the share of prompt tokens that were
+    cached when a request began, including moved tokens. `used_workers` is the number of workers that got a request.
+    `load_spread` is the busy time of the busiest worker over the mean of all workers. `moved_s` is the time that links
+    were busy. `router` is `Router.stats()`, or null without a router.
+    """
+    first = clusters[0]
+    return {
+        "trace": first.trace.name,
+        "licence": first.trace.licence,
+        "requests": len(first.trace),
+        "users": users,
+        "workers": first.options.workers,
+        "blocks": first.workers[0].block_manager.allocator.capacity,
+        "block_size": first.workers[0].block_manager.block_size,
+        "staleness_us": first.options.staleness,
+        "link": asdict(first.options.link) if first.options.link else None,
+        "routes": [_of_route(cluster) for cluster in clusters],
+    }
+
+
+def _of_route(cluster: Cluster) -> dict[str, Any]:
+    totals = [worker.totals for worker in cluster.workers]
+    busy = [one.occupied_us for one in totals]
+    return {
+        "route": cluster.options.route,
+        "finished": sum(one.finished for one in totals),
+        "refused": sum(one.refused for one in totals),
+        "steps": sum(one.steps for one in totals),
+        "prompt_tokens": cluster.prompt_tokens,
+        "found_tokens": cluster.found_tokens,
+        "hit_rate": ratio(cluster.found_tokens, cluster.prompt_tokens),
+        "prefill_tokens": sum(one.prefill_tokens for one in totals),
+        "decode_tokens": sum(one.decode_tokens for one in totals),
+        "preemptions": sum(worker.scheduler.num_preemptions for worker in cluster.workers),
+        "virtual_s": max(one.time_us for one in totals) / 1e6,
+        "ttft_ms": percentiles(sum((one.latency.ttft for one in totals), Counter())),
+        "tbt_ms": percentiles(sum((one.latency.tbt for one in totals), Counter())),
+        "used_workers": sum(worker.received > 0 for worker in cluster.workers),
+        "load_spread": ratio(max(busy) * len(busy), sum(busy)),
+        "moved_tokens": cluster.moved_tokens,
+        "moved_s": cluster.moved_us / 1e6,
+        "router": cluster.router.stats() if cluster.router else None,
+    }

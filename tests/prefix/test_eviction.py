@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import pagepool
-from pagepool import BlockAllocator, PrefixCache, reference
+from pagepool import BlockAllocator, PrefixCache
 from pagepool.reference.gittins import AGES, age_class, first_age
 from pagepool.reference.policies import belady_pass
 
@@ -85,12 +85,6 @@ def test_our_own_policy_is_at_least_lru_and_more_than_arc_in_sum(make, seed):
     assert all(mine <= best(prompts, capacity) for mine, capacity in zip(own, capacities, strict=True))
 
 
-def test_arc_of_the_reference_finds_what_the_compiled_one_found():
-    prompts = system_prompts(np.random.default_rng(0), Blocks())
-    assert hits("arc", prompts, 250, reference) == 52_369
-    assert hits("arc", loop(np.random.default_rng(0), Blocks()), 1000, reference) == 0
-
-
 def test_of_a_loop_longer_than_the_cache_a_part_stays():
     prompts = loop(np.random.default_rng(0), Blocks())
     assert hits("lru", prompts, 1000) == 0
@@ -136,5 +130,3 @@ def test_no_policy_passes_the_bound():
     for capacity in (5, 20, 40):
         for policy in ("lru", "gittins"):
             assert hits(policy, rows, capacity) <= best(rows, capacity)
-        for policy in ("lfu", "s3fifo", "arc"):
-            assert hits(policy, rows, capacity, reference) <= best(rows, capacity)

@@ -215,22 +215,6 @@ def test_entries_that_are_not_blocks_in_use_are_skipped(cache, blocks):
     cache.check()
 
 
-def test_lfu_of_the_reference_keeps_what_is_used_often():
-    cache = reference.PrefixCache(reference.BlockAllocator(2), 1, "lfu")
-    assert [cache.touch([token]) for token in (1, 1, 1, 2, 3, 4, 1)] == [0, 1, 1, 0, 0, 0, 1]
-
-
-def test_s3fifo_and_arc_of_the_reference_keep_the_used_in_a_scan():
-    for policy in ("s3fifo", "arc"):
-        cache = reference.PrefixCache(reference.BlockAllocator(10), 1, policy)
-        for token in (1, 1, 1, 1):
-            cache.touch([token])
-        for token in range(100, 160):
-            cache.touch([token])
-        assert cache.touch([1]) == 1, policy
-        cache.check()
-
-
 def test_a_prompt_longer_than_the_cache_evicts_its_own_beginning():
     cache = PrefixCache(BlockAllocator(3), 1, "lru")
     assert cache.touch([1, 2, 3, 4, 5]) == 0

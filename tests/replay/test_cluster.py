@@ -227,9 +227,7 @@ def test_the_table_has_a_line_for_each_route(make_trace, capsys):
         (["--workers", "2", "--reference"], "--reference cannot be used with --workers"),
         (["--workers", "2", "--html", "x.html"], "--html cannot be used with --workers"),
         (["--workers", "2", "--clock", "none"], "--workers needs the virtual clock"),
-        (["--workers", "2", "--policy", "lru,arc"], "--policy with several policies or belady needs --clock none"),
-        (["--workers", "2", "--policy", "arc"], "--policy arc cannot be used with --workers"),
-        (["--workers", "2", "--compare", "lru"], "--compare needs --clock none"),
+        (["--workers", "2", "--policy", "lru,gittins"], "--policy with several policies needs --clock none"),
     ],
 )
 def test_options_that_do_not_go_together(make_trace, capsys, arguments, message):

@@ -73,7 +73,7 @@ def test_sizes(text, capsys):
 
 
 @needs_traces
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("capacity", [[], ["--capacity", "5859"], ["--capacity", "20000"]])
 def test_most_of_the_hits_with_few_of_the_states(capsys, capacity, policy):
     found = run(capsys, MOONCAKE, "--hybrid", "16M", "--policy", policy, *capacity)["hybrid"]
