@@ -92,7 +92,7 @@ $(VENV)/.venv:
 	$(PYTHON) -m venv $(VENV) && touch $@
 
 # Packages are installed a group at a time, when a target first needs the group; one after another, whatever -j says.
-GROUP_build := build run progress
+GROUP_build := build run
 GROUP_test := test
 GROUP_nox := sessions
 GROUP_tools := lint package plot docs

@@ -92,14 +92,12 @@ def _cannot(name: str, reason: int) -> UsageError:
 
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: str = "") -> None:
-    """Print a table on stdout. A terminal gets rich's format if rich is installed, other outputs get plain text.
+    """Print a table on stdout.
 
     The first column is aligned to the left, all other columns to the right. An empty `header` is not printed.
     """
     if sys.stdout is None:
         return  # the parent process has closed it
-    if sys.stdout.isatty() and _rich(title, header, rows, footer):
-        return
     lines = [header, *rows] if header else rows
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     print(title)
@@ -111,30 +109,6 @@ def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], foote
         print("  " + "  ".join(cells).rstrip())
     if footer:
         print(footer)
-
-
-def _rich(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], footer: str) -> bool:
-    """Print the table with rich. Returns False if rich is missing or would truncate numbers to fit the terminal."""
-    try:
-        from rich.box import SIMPLE_HEAD
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    # `Text` instead of str: rich reads brackets in a str as markup.
-    caption = Text(footer) if footer else None
-    table = Table(title=Text(title), caption=caption, show_header=bool(header), box=SIMPLE_HEAD, title_justify="left")
-    for index in range(len(rows[0]) if rows else len(header)):
-        name = Text(header[index]) if header else ""
-        table.add_column(name, justify="right" if index else "left", style="" if index else "bold", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console()
-    if Console(width=1 << 16).measure(table).maximum > console.width:
-        return False
-    console.print(table)
-    return True
 
 
 def parsed(fingerprint: bytes) -> Any:

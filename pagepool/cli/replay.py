@@ -128,19 +128,18 @@ def _run_workers(options: argparse.Namespace) -> Outcome:
     policy = options.policy[0] if options.policy else "gittins"
     routes = options.route or ["cost"]
     clusters: list[Cluster] = []
-    with Progress(len(trace) * len(routes)) as progress:
+    progress = Progress(len(trace) * len(routes))
 
-        def show(cluster: Cluster) -> None:
-            progress.update(len(trace) * len(clusters) + cluster.submitted, cluster.options.route)
+    def show(cluster: Cluster) -> None:
+        progress.update(len(trace) * len(clusters) + cluster.submitted, cluster.options.route)
 
-        for route in routes:
-            about = ClusterOptions(options.workers, route, options.staleness or 0, link)
-            arrivals = Users(trace, options.users) if options.users else OpenLoop(trace)
-            with _as_usage_errors(path):
-                config = _config(options)
-                cluster = Cluster(trace, config, options.cost, arrivals, blocks, policy, about)
-            cluster.run(show)
-            clusters.append(cluster)
+    for route in routes:
+        about = ClusterOptions(options.workers, route, options.staleness or 0, link)
+        arrivals = Users(trace, options.users) if options.users else OpenLoop(trace)
+        with _as_usage_errors(path):
+            cluster = Cluster(trace, _config(options), options.cost, arrivals, blocks, policy, about)
+        cluster.run(show)
+        clusters.append(cluster)
     return Outcome(report.cluster_results(clusters, options.users), tables.print_cluster)
 
 
@@ -152,8 +151,7 @@ def _run_replay(options: argparse.Namespace) -> Outcome:
     with _as_usage_errors(path):
         replay = _make_replay(trace, options)
     timeline = picture.Timeline(replay.block_manager.allocator.capacity) if options.html else None
-    with Progress(len(trace)) as progress:
-        replay.run(progress, *([timeline] if timeline else []))
+    replay.run(Progress(len(trace)), *([timeline] if timeline else []))
     numbers = report.results(replay, options.users)
     if timeline is None:
         return Outcome(numbers, tables.print_table)
@@ -221,13 +219,13 @@ def _run_passes(options: argparse.Namespace) -> Outcome:
     states = StateOptions(options.hybrid) if options.hybrid else None
     found: list[Any] = []
     pairs = list(product(options.policy or ["lru"], options.capacity or [None]))
-    with Progress(len(prompts) * len(pairs)) as progress:
-        for policy, room in pairs:
-            progress.update(len(found) * len(prompts), f"{policy} with {'unlimited' if room is None else room} blocks")
-            if states is None:
-                found.append(cache_pass(memory, prompts, policy, room))
-            else:
-                found.append(hybrid_pass(memory, prompts, policy, room, states))
+    progress = Progress(len(prompts) * len(pairs))
+    for policy, room in pairs:
+        progress.update(len(found) * len(prompts), f"{policy} with {'unlimited' if room is None else room} blocks")
+        if states is None:
+            found.append(cache_pass(memory, prompts, policy, room))
+        else:
+            found.append(hybrid_pass(memory, prompts, policy, room, states))
     if states is None:
         return Outcome(report.pass_results(prompts, found), tables.print_passes)
     return Outcome(report.hybrid_results(prompts, found, states), tables.print_hybrid)

@@ -17,7 +17,6 @@ NOT_AT_ONCE = {
     "numpy.typing",
     "pathlib",
     "prometheus_client",
-    "rich",
     "sqlite3",
     "statistics",
     "tempfile",

@@ -1,4 +1,4 @@
-"""Output of the replay: progress on stderr, a table on stdout, with and without rich."""
+"""Output of the replay: progress on stderr, a table on stdout."""
 
 import contextlib
 import io
@@ -12,11 +12,10 @@ import pytest
 from trace_bytes import lines_of
 
 from pagepool import BlockAllocator, SchedulerConfig
-from pagepool.cli import main, output, tables
+from pagepool.cli import main, output
 from pagepool.cli import progress as progress_module
 from pagepool.cli.progress import Progress
 from pagepool.cli.replay import bundled_trace
-from pagepool.replay import report
 from pagepool.replay.clock import CostModel
 from pagepool.replay.driver import MeteredBlockManager, Replay
 from pagepool.replay.ptrace import read_trace
@@ -31,8 +30,7 @@ def run(report=lambda replay: None):
 
 def test_plain_progress_prints_a_line_now_and_then(monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
-    with Progress(5) as show:
-        replay = run(show)
+    replay = run(Progress(5))
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == replay.totals.steps
     assert lines[0].startswith("pagepool: 0 of 5 requests, 1 running, 0 waiting, 16/500 blocks")
@@ -40,35 +38,8 @@ def test_plain_progress_prints_a_line_now_and_then(monkeypatch, capsys):
 
 
 def test_a_short_replay_prints_no_progress(capsys):
-    with Progress(5) as show:
-        run(show)
+    run(Progress(5))
     assert capsys.readouterr().err == ""
-
-
-def test_the_bar_and_the_table_of_rich(monkeypatch, capsys):
-    pytest.importorskip("rich", reason="rich is optional")
-    monkeypatch.setattr(progress_module, "BAR_SECONDS", 0.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    with Progress(5) as show:
-        replay = run(show)
-    drawn = capsys.readouterr().err
-    assert "5/5" in drawn and "0 running" in drawn and "pagepool:" not in drawn
-    tables.print_table(report.results(replay))
-    printed = capsys.readouterr().out
-    assert "finished / refused" in printed and "5 / 0" in printed and "CC-BY-4.0" in printed
-
-
-def test_without_rich_a_terminal_gets_the_plain_forms(monkeypatch, capsys):
-    for name in ("rich", "rich.console", "rich.progress", "rich.table"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.0)
-    with Progress(5) as show:
-        tables.print_table(report.results(run(show)))
-    printed = capsys.readouterr()
-    assert "finished / refused" in printed.out and printed.err.startswith("pagepool: 0 of 5 requests")
 
 
 def test_python_dash_m_pagepool():
@@ -148,18 +119,6 @@ def test_names_that_a_terminal_has_no_letters_for_are_written_as_escapes(make_tr
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "") and "replay of pr\\xe4gnant" in done.stdout
-
-
-def test_tables_are_never_cut_off(monkeypatch, capsys):
-    pytest.importorskip("rich", reason="rich is optional")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    header, rows = ["capacity", *(f"policy {number}" for number in range(8))], [["1,000", *["12.34%"] * 8]] * 2
-    for columns in (40, 200):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        output.show("a [bold]title[/]", header, rows, "a footer")
-        printed = capsys.readouterr().out
-        assert "a [bold]title[/]" in printed and "a footer" in printed
-        assert printed.count("12.34%") == 16 and "policy 7" in printed
 
 
 def test_passes_say_how_far_they_are(monkeypatch, capsys, make_trace):
