@@ -389,7 +389,7 @@ def test_free_threaded(session):
     """Every test on a CPython without a GIL: PYTHON_FREE_THREADED=/path/to/python3.13t, or what is found."""
     if not FREE_THREADED:
         session.skip("there is no python3.14t or python3.13t")
-    install(session, "build", "run", "progress", "test", options=("--only-binary", ":all:"))
+    install(session, "build", "run", "test", options=("--only-binary", ":all:"))
     python = str(Path(session.virtualenv.location).resolve() / "bin/python")
     build(session, "free-threaded", python)
     names = os.environ.get("FREE_TESTS", ".").split()

@@ -1,4 +1,4 @@
-"""Prints what pyproject.toml asks for, one requirement a line: `requirements.py build run progress test lint`."""
+"""Prints what pyproject.toml asks for, one requirement a line: `requirements.py build run test lint`."""
 
 import sys
 from pathlib import Path
