@@ -6,10 +6,12 @@ import atexit
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Condition, Lock, Thread
 from time import monotonic, perf_counter, sleep, thread_time
 from typing import Any
@@ -54,7 +56,8 @@ class Engine(Intake):
     """Generates text with a model over pagepool's pages. Any thread may call it.
 
     One thread runs all steps: schedule, run the model, sample, commit. Close the engine at the end, or use it as a
-    context manager. The logger "pagepool" gets all failures with their traceback.
+    context manager. An engine that is dropped ends after its last request, without writing pages to its store. The
+    logger "pagepool" gets all failures with their traceback.
 
     Parameters
     ----------
@@ -199,7 +202,8 @@ class Engine(Intake):
             if self.runner is not model:
                 self.runner.close()
             raise
-        atexit.register(self.close)  # the interpreter must not exit while the thread runs the model
+        self._at_exit = partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)  # the interpreter must not exit while the thread runs the model
         self._thread.start()
 
     def _open(
@@ -228,15 +232,17 @@ class Engine(Intake):
         self.prefix_cache = self.runner.new_prefix_cache(prefix_events, **options) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
         self._requests: dict[int, _Running] = {}
-        self._changed = Condition()  # guards the requests, `is_accepting`, `failure` and the field below
-        self._is_closing = False
+        self._changed = Condition()  # guards the requests, `is_accepting`, `failure` and the next two fields
+        self._is_closing, self._is_idle = False, True
         self._resets_wanted = self._resets_done = 0  # calls of `reset_prefix_cache`
         self._stepping = Lock()  # held by the stepping thread during a step
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._openmp = OpenmpWorkers(openmp)  # must come after the trial of the model
         self._pid = os.getpid()
-        self._thread = Thread(target=self._run, name="pagepool-engine", daemon=True)
+        self._wake: SimpleQueue[Engine | None] = SimpleQueue()  # `put` can be called in a finalizer
+        resources = [self._openmp] if self.store is None else [self._openmp, self.store]
+        self._thread = Thread(target=_serve, args=(self._wake, resources), name="pagepool-engine", daemon=True)
 
     @classmethod
     def from_gguf(cls, path: str | Path, dtype: str = "auto", **options: Any) -> Engine:
@@ -301,7 +307,9 @@ class Engine(Intake):
             sampler = Sampler(params, num_generated, request.prompt)
             self._requests[seq_id] = _Running(reference, sampler, request, name, prompt)
             self._counts["prompt_tokens"] += len(request.prompt)
-            self._changed.notify_all()
+            if self._is_idle:
+                self._is_idle = False
+                self._wake.put(self)
         return generation
 
     def stats(self) -> dict[str, Any]:
@@ -360,7 +368,7 @@ class Engine(Intake):
         with self._changed:
             self._resets_wanted += 1
             number = self._resets_wanted
-            self._changed.notify_all()
+            self._wake.put(self)
             self._changed.wait_for(lambda: self._resets_done >= number or self._is_closing or self.failure is not None)
             if self._resets_done < number:
                 raise EngineClosed("the engine has ended: it has no prefix cache to reset") from self.failure
@@ -396,8 +404,9 @@ class Engine(Intake):
         with self._changed:
             self.is_accepting, self._is_closing = False, True
             self._changed.notify_all()
+            self._wake.put(self)
         self._thread.join()
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._openmp.close()
         if self.store is not None:
             if self.failure is None and self.prefix_cache is not None:
@@ -411,20 +420,30 @@ class Engine(Intake):
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_at_exit"):
+            atexit.unregister(self._at_exit)
+            self._wake.put(None)
+
     # The stepping thread.
 
-    def _run(self) -> None:
+    def _run(self) -> bool:
+        """Run steps until there is no work. Return False after `close`."""
+        if self.failure is not None:
+            return not self._is_closing
         failure: BaseException | None = None
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closing or self._wants_reset or self.scheduler.has_work)
                     if self._is_closing:
                         break
                     if self._wants_reset and self.prefix_cache is not None:
                         self.prefix_cache.reset_prefix_cache()
                     self._resets_done = self._resets_wanted
                     self._changed.notify_all()
+                    self._is_idle = not self.scheduler.has_work
+                    if self._is_idle:
+                        return True
                 with self._stepping:
                     self._step()
                     self._step_began = None
@@ -441,6 +460,7 @@ class Engine(Intake):
         finally:
             for seq_id in list(self._requests):
                 self._end(seq_id, "abort" if failure is None else "error", failure)
+        return failure is not None
 
     def _step(self) -> None:
         self._step_began = began = perf_counter()
@@ -562,3 +582,24 @@ class Engine(Intake):
             self._changed.notify_all()
         if generation is not None:
             generation._end(reason, error)
+
+
+def _serve(wake: SimpleQueue[Engine | None], resources: Sequence[Any]) -> None:
+    """Run the stepping thread of an engine. It refers to the engine only while there is work.
+
+    An engine that was dropped wakes it with None.
+    """
+    while (engine := wake.get()) is not None:
+        is_open = engine._run()
+        del engine
+        if not is_open:
+            return
+    for resource in resources:
+        resource.close()
+
+
+def _close(engine: weakref.ref[Engine]) -> None:
+    """Close an engine at the end of the interpreter."""
+    found = engine()
+    if found is not None:
+        found.close()

@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -500,6 +501,21 @@ def test_close_aborts_running_and_waiting_requests():
     with pytest.raises(RuntimeError) as raised:
         engine.submit("y", SamplingParams(1))
     assert isinstance(raised.value, EngineClosed)
+
+
+def test_an_engine_that_is_dropped_ends_after_its_last_request(tmp_path):
+    for _ in range(2):
+        engine = new_engine(store=tmp_path, store_bytes=1 << 24)
+        assert engine.store.is_writer  # the engine before has closed it
+        thread, reference = engine._thread, weakref.ref(engine)
+        generation = engine.submit("hello", SamplingParams(20))
+        del engine
+        assert reason_of(generation) == "length"
+        end = time.monotonic() + SECONDS
+        while reference() is not None and time.monotonic() < end:
+            gc.collect()
+        thread.join(SECONDS)
+        assert reference() is None and not thread.is_alive()
 
 
 def test_result_times_out_and_the_request_goes_on():

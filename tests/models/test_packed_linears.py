@@ -1,8 +1,10 @@
 """Packed and fused linear layers generate the same tokens as the model's own layers. Afterwards the model is
 unchanged."""
 
+import copy
 import ctypes
 import gc
+import pickle
 
 import pytest
 
@@ -238,6 +240,22 @@ def test_weights_come_back_at_close_and_with_the_end_of_the_runner():
         assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_weights_come_back_with_the_end_of_an_engine_that_is_not_closed():
+    model = tiny_model("Llama")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    for asks in (False, True):
+        engine = Engine(model, num_blocks=8, pack_weights="only")
+        assert model.lm_head.weight.is_meta
+        if asks:
+            assert len(engine.submit([5, 6, 7], SamplingParams(1)).result(SECONDS).token_ids) == 1
+        thread = engine._thread
+        del engine
+        gc.collect()
+        thread.join(SECONDS)
+        gc.collect()  # the thread may have held the engine at the first collection
+        assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+
+
 def test_a_model_whose_weights_are_dropped_refuses_calls_from_elsewhere():
     model, tokens = tiny_model("Llama"), torch.tensor([[5, 6, 7]])
     before = model(tokens).logits
@@ -250,7 +268,7 @@ def test_a_model_whose_weights_are_dropped_refuses_calls_from_elsewhere():
     assert torch.equal(model(tokens).logits, before)
 
 
-def test_a_model_whose_weights_are_dropped_is_neither_converted_nor_loaded_nor_saved(tmp_path):
+def test_a_model_whose_weights_are_dropped_is_neither_converted_nor_loaded_nor_copied_nor_saved(tmp_path):
     """Only the embeddings and norms would be, without a word."""
     model = tiny_model("Llama")
     wanted = {name: 2 * tensor for name, tensor in model.state_dict().items()}
@@ -261,6 +279,10 @@ def test_a_model_whose_weights_are_dropped_is_neither_converted_nor_loaded_nor_s
         lambda: model.load_state_dict(wanted),
         lambda: model.model.layers[1].load_state_dict({}),
         lambda: model.save_pretrained(tmp_path / "saved"),
+        model.state_dict,
+        model.model.layers[0].mlp.state_dict,
+        lambda: copy.deepcopy(model),
+        lambda: pickle.dumps(model.model),
         lambda: model.to(torch.bfloat16),
         model.half,
         model.model.double,
@@ -274,6 +296,7 @@ def test_a_model_whose_weights_are_dropped_is_neither_converted_nor_loaded_nor_s
     runner.close()
     assert [set(vars(module)) for module in model.modules()] == keys
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(copy.deepcopy(model).lm_head.weight, model.lm_head.weight)
     model.load_state_dict(wanted)
     model.double().save_pretrained(tmp_path / "saved")
     assert model.lm_head.weight.dtype is torch.float64

@@ -242,13 +242,14 @@ class PackedLayer(FusedLayer):
                 madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size // HUGE_PAGE * HUGE_PAGE), advice)
 
 
-LOCKED = ("_apply", "load_state_dict", "save_pretrained")  # `_apply` is called by `to`, `float`, `half` and others
+# `_apply` is called by `to`, `float`, `half` and others, `__reduce_ex__` by `copy.deepcopy` and `pickle`
+LOCKED = ("_apply", "load_state_dict", "state_dict", "save_pretrained", "__reduce_ex__")
 
 
 def lock(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Make methods of a model and its modules that read or change all weights raise, if a weight below was dropped.
 
-    They would convert, load or save the other weights only. Returns the locked modules, for `unlock`.
+    They would convert, load, copy or save the other weights only. Returns the locked modules, for `unlock`.
     """
     locked = [module for module in model.modules() if any(weight.is_meta for weight in module.parameters())]
     for module in locked:

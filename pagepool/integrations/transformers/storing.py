@@ -110,7 +110,12 @@ def digest_of_weights(model: Any, packed: PackedLinears | None = None) -> str:
     Weights that the layers in `packed` have dropped are computed from the packed weights.
     """
     found = blake2b(digest_size=16)
-    for name, tensor in sorted(model.state_dict().items()):
+    tensors = dict(model.named_parameters(remove_duplicate=False))  # a packed model refuses `state_dict`
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{path}.{name}" if path else name] = buffer
+    for name, tensor in sorted(tensors.items()):
         if packed is not None and tensor.is_meta:
             tensor = packed.weight_of(model.get_submodule(name.rpartition(".")[0]))
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
