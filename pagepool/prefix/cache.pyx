@@ -443,6 +443,7 @@ cdef class PrefixCache:
         Use it when the keys and values of blocks are wrong or were never written. Sequences keep their blocks. Blocks
         cached behind a forgotten block are not found until that block is cached again. A `Scheduler` caches nothing
         more of the sequences that run now: they may have read one of the blocks, also one that is not cached any more.
+        `Scheduler.remove_sequence(id, discard=True)` does this only to sequences that begin with the same tokens.
 
         Examples
         --------
@@ -462,9 +463,9 @@ cdef class PrefixCache:
                     count = (<SharedIndex>self.shared).forget(ids.ids, ids.count)
                     self.followed += 2 * (ids.count > 0)
                     return count
-                self.followed += ids.count > 0
+                self.followed += 2 * (ids.count > 0)
                 with cython.critical_section(self):
-                    self.cached.epoch += ids.count > 0
+                    self.cached.epoch += 2 * (ids.count > 0)
                     for i in range(ids.count):
                         if self.is_block(ids.ids[i]):
                             count += self.cached.c_discard(ids.ids[i])
@@ -591,7 +592,7 @@ cdef class PrefixCache:
 
     @property
     def epoch(self):
-        """Rises with each call of `reset_prefix_cache`, and of `discard` with at least one block, in any process.
+        """Rises with each call of `reset_prefix_cache`, and by 2 with each `discard` of some blocks, in any process.
 
         Read it before the first look-up of a sequence, and give it to each `cache_blocks` of that sequence."""
         return self.cached.epoch if self.shared is None else (<SharedIndex>self.shared).epoch()

@@ -188,7 +188,7 @@ class PrefixCache:
             self._order.evicted(node)
             self.allocator.free(block)
         self.cleared += len(found)
-        self.epoch += len(blocks) > 0
+        self.epoch += 2 * (len(blocks) > 0)
         return len(found)
 
     def reset_prefix_cache(self) -> None:

@@ -32,6 +32,8 @@ NEEDED = (
     "match_held",
 )
 
+DISCARD = 2  # by how much a `discard` raises `PrefixCache.epoch`
+
 
 @dataclass(slots=True)
 class SequencePrefix:
@@ -70,7 +72,7 @@ class PrefixAdapter:
 
     A block is published when the step that filled it is committed: before that, its K and V may not be stored. Blocks
     of sequences are never evicted. If the cache is told to forget blocks, tokens computed from them may be wrong. So
-    sequences that run at that time publish nothing until they start again.
+    sequences that run at that time publish nothing until they start again, see also `discard`.
 
     If sequences have several groups, the cache keeps the blocks of each group under a separate key, the number of the
     group. The length of a match is the shortest match of all groups. Blocks before a window stay cached until room is
@@ -232,10 +234,29 @@ class PrefixAdapter:
             tokens, keys = self._tokens(seq, seq.fed), {"cache_salt": seq.cache_salt, "extra_keys": seq.extra_keys}
             self.checkpoints.save(seq.kv.state.index, tokens, seq.fed, reason, epoch=seq._prefix.epoch, **keys)
 
-    def discard(self, seq: Sequence) -> None:
-        """Forget all blocks of `seq` in the cache: their keys or values may be wrong. `seq` publishes nothing more."""
-        if self.cache is not None and seq.kv is not None:
-            self.cache.discard([block for table in getattr(seq.kv, "kv", [seq.kv]) for block in table.blocks])
+    def discard(self, seq: Sequence, running: Iterable[Sequence]) -> None:
+        """Forget all blocks of `seq` in the cache: their keys or values may be wrong.
+
+        `seq` publishes nothing more, and neither do sequences that begin with the same tokens, because they can have
+        read one of its blocks, or a recurrent state. The other `running` sequences go on.
+        """
+        if self.cache is None or seq.kv is None:
+            return
+        blocks = [block for table in getattr(seq.kv, "kv", [seq.kv]) for block in table.blocks]
+        before = self.cache.epoch
+        self.cache.discard(blocks)
+        after = self.cache.epoch
+        if after - before != DISCARD:  # another thread or process has forgotten blocks too
+            return
+        for other in running:
+            if other._prefix.epoch == before and not self._begins_as(other, seq):
+                other._prefix.epoch = after
+
+    def _begins_as(self, seq: Sequence, other: Sequence) -> bool:
+        """Return true if two sequences can have blocks of equal tokens, or one can be a fork of the other."""
+        size = min(self._blocks.block_size, len(seq.prompt_tokens), len(other.prompt_tokens))
+        is_equal: bool = seq.prompt_tokens[:size] == other.prompt_tokens[:size]
+        return is_equal and seq._prefix.key == other._prefix.key
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Cache the full blocks among the first `num_tokens` tokens of `seq`.

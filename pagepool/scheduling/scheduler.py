@@ -342,13 +342,13 @@ class Scheduler:
             The sequence.
         discard : bool
             Also forget the blocks that it has written or read in the prefix cache, because the model returned NaN for
-            it: see `PrefixCache.discard`.
+            it. Sequences that run now and begin with the same tokens cache nothing more.
         """
         with self._guard:
             seq = self._sequences.get(seq_id)
             self._guard.is_changing = True
             if discard and seq is not None:
-                self._prefix.discard(seq)
+                self._prefix.discard(seq, self._sequences.values())
             self._stop(seq, "abort")
             self._finished.pop(seq_id, None)
             self._sequences.pop(seq_id, None)

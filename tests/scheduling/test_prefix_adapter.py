@@ -415,8 +415,35 @@ def test_a_sequence_that_is_removed_with_its_blocks_leaves_only_the_blocks_of_ot
     cache.check()
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_removed_sequence_stops_only_the_caching_of_those_with_its_beginning(resets):
+    allocator = BlockAllocator(60)
+    cache = PrefixCache(allocator, BLOCK)
+    scheduler = Scheduler(
+        SchedulerConfig(block_size=BLOCK), allocator, InterruptedCache(cache, "discarded" if resets else "")
+    )
+    wrong = scheduler.add_request([1, 2], 40)
+    run_step(scheduler)
+    (fork,) = scheduler.fork(wrong)  # copies tokens of a block that is not full
+    others = [
+        scheduler.add_request([1, 2, 7, 7, 5, 5], 40),  # computed what the cache then had
+        scheduler.add_request([1, 2], 40, cache_salt="x"),
+        scheduler.add_request([3, 2], 40),
+    ]
+    run_step(scheduler)
+    run_step(scheduler)
+    scheduler.remove_sequence(wrong, discard=True)
+    epoch = cache.epoch
+    keeps = [scheduler.get_sequence(number)._prefix.epoch == epoch for number in (fork, *others)]
+    assert keeps == [False, False, not resets, not resets]
+    kept = cache.num_cached
+    run_to_end(scheduler)
+    assert cache.num_cached == kept + (0 if resets else 2 * 9)
+    cache.check()
+
+
 class InterruptedCache:
-    """A prefix cache in which another thread resets right behind a look-up, or right before a publication."""
+    """A prefix cache in which another thread resets right behind a look-up, or before a publication or a discard."""
 
     def __init__(self, cache, moment):
         self.cache, self.moment = cache, moment
@@ -429,6 +456,11 @@ class InterruptedCache:
         if self.moment == "found":
             self.cache.reset_prefix_cache()
         return found
+
+    def discard(self, blocks):
+        if self.moment == "discarded":
+            self.cache.reset_prefix_cache()
+        return self.cache.discard(blocks)
 
     def cache_blocks(self, *arguments, **options):
         if self.moment == "published":
