@@ -23,7 +23,6 @@ GROUP = 16
 MAX_BLOCK_SIZE = 1024
 MAX_COUNT = 2**31 - 1
 CHOICES = {"policy": ("priority", "fcfs", "fair")}
-PREEMPTION_ACTIONS = ("partial",)
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
 
@@ -278,15 +277,11 @@ class SchedulerConfig:
         Slots for drafted tokens that each decode takes in addition to its own; see `Scheduler.commit`.
     tenants : mapping
         A `Tenant` for each tenant's name. A tenant without one has no bounds and weight 1.
-    preemption_actions : tuple of str
-        "partial": a preempted sequence gives only the blocks that are needed, from its end, and keeps the rest while it
-        waits. Otherwise it gives all its blocks and is recomputed. With a prefix cache preemption is always partial:
-        the cache keeps the blocks, and evicts only as many as are needed.
 
     Raises
     ------
     ValueError, TypeError
-        For a field that is out of range, or for a policy or action that does not exist.
+        For a field that is out of range, or for a policy that does not exist.
 
     Examples
     --------
@@ -304,7 +299,6 @@ class SchedulerConfig:
     max_wait_steps: int | None = 10_000
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
-    preemption_actions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
@@ -319,13 +313,6 @@ class SchedulerConfig:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be {' or '.join(map(repr, choices))}, not {getattr(self, name)!r}")
-        if isinstance(self.preemption_actions, str) or not isinstance(self.preemption_actions, Iterable):
-            raise TypeError(f"preemption_actions must be a tuple of actions, not {self.preemption_actions!r}")
-        object.__setattr__(self, "preemption_actions", tuple(self.preemption_actions))
-        for action in self.preemption_actions:
-            if action not in PREEMPTION_ACTIONS:
-                known = " or ".join(map(repr, PREEMPTION_ACTIONS))
-                raise ValueError(f"each of preemption_actions must be {known}, not {action!r}")
         if not isinstance(self.tenants, Mapping):
             raise TypeError(f"tenants must map names to Tenants, not be a {type(self.tenants).__name__}")
         object.__setattr__(self, "tenants", dict(self.tenants))

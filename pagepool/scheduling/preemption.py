@@ -6,7 +6,6 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pagepool.config import SchedulerConfig
 from pagepool.scheduling.active import ActiveSequences
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
@@ -52,27 +51,22 @@ class Preemption:
     """Frees blocks when the pool runs out of them, and keeps records.
 
     Blocks are freed in this order: cached blocks that no sequence uses; blocks that preempted sequences kept; blocks of
-    active sequences, greatest rank first. A sequence loses only as many of its last blocks as needed ("partial", or
-    always with a prefix cache), or all blocks. The active sequence with the least rank is never preempted. It always
-    fits when it has the pool to itself, because no request larger than the pool is accepted. So every call of the
-    scheduler makes progress.
+    active sequences, greatest rank first. A sequence loses only as many of its last blocks as needed ("partial"). A
+    hybrid sequence loses all of them, because windows and recurrent states cannot be truncated. The active sequence
+    with the least rank is never preempted. It always fits when it has the pool to itself, because no request larger
+    than the pool is accepted. So every call of the scheduler makes progress.
 
     `counts` has the number of actions of each kind, `given` the number of blocks that they freed.
 
     Invariant: for a preempted sequence `fed == kv.len`, 0 without a state.
     """
 
-    config: SchedulerConfig
     waiting: WaitingQueue
     active: ActiveSequences
     blocks: BlockManager
     prefix: PrefixAdapter
 
     def __post_init__(self) -> None:
-        # A prefix cache makes every preemption partial: the cache keeps the blocks, and evicts only as many as needed.
-        # A hybrid sequence loses all blocks: windows and recurrent states cannot be truncated.
-        is_partial = "partial" in self.config.preemption_actions or self.prefix.cache is not None
-        self._partial = is_partial and self.blocks.can_cut
         self._now = 0
         self._wanted = 0
         self._evicted = self.blocks.evicted  # number of evictions that are in the records
@@ -136,7 +130,7 @@ class Preemption:
     def _preempt(self, seq: Sequence, blocks: int) -> None:
         """Free the last `blocks` blocks of `seq`, or all. An active sequence becomes a waiting one."""
         held = self.blocks.held(seq)
-        given = min(blocks, held) if self._partial else held
+        given = min(blocks, held) if self.blocks.can_cut else held
         keep = (held - given) * self.blocks.block_size
         free = self.blocks.available()
         self.prefix.publish(seq, seq.fed)
@@ -151,10 +145,10 @@ class Preemption:
         seq._prefix.published = self.blocks.blocks_for(keep)
         if was_active:
             self._park(seq)
-        if not self._partial:
-            reason = "the config has no partial preemption"
-        else:
+        if self.blocks.can_cut:
             reason = "its last blocks are enough" if keep else "all of its blocks are needed"
+        else:
+            reason = "recurrent states and windows cannot be cut"
         self._record("partial" if keep else "recompute", seq.id, given, free, reason)
 
     def _park(self, seq: Sequence) -> None:

@@ -125,7 +125,7 @@ class Scheduler:
         self._has_committed = False
         self._waiting, self._active, self._tenants = waiting, active, tenants = self._empty()
         blocks, prefix = self._blocks, self._prefix
-        self._preemption = Preemption(config, waiting, active, blocks, prefix)
+        self._preemption = Preemption(waiting, active, blocks, prefix)
         self._admission = Admission(config, waiting, active, blocks, prefix, tenants, self._preemption)
 
     def add_request(

@@ -22,7 +22,7 @@ class World:
 
     def begin(self):
         sizes = {"max_batch_tokens": 64, "max_batch_sequences": 8, "block_size": 4}
-        config = SchedulerConfig(**sizes, preemption_actions=("partial",))
+        config = SchedulerConfig(**sizes)
         self.scheduler = Scheduler(config, self.allocator, self.cache)
         self.ids = [self.scheduler.add_request([*range(20), 100 + i], 60) for i in range(7)]
 

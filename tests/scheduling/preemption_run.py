@@ -1,7 +1,7 @@
 """Long run of a scheduler whose pool is always full: python tests/scheduling/preemption_run.py
 
     --steps N       steps of each run (default: 1,000,000); the seed is printed, --seed N repeats a run
-    --mode NAME     recompute, partial, cache or tenants; default: all of them, one after another
+    --mode NAME     plain, cache or tenants; default: all of them, one after another
 
 Requests arrive as soon as no request is waiting, so that the pool is full at every step. The baseline is the same pool
 with arrivals only below 80 % usage. The figure is the tokens of finished requests per virtual second.
@@ -17,13 +17,12 @@ from pagepool.replay.clock import CostModel
 
 BLOCKS, BLOCK = 256, 16
 COST = CostModel()
-# For each mode: eviction policy of the prefix cache or None, preemption actions, tenants.
+# For each mode: eviction policy of the prefix cache or None, tenants.
 TENANTS = {1: Tenant(max_blocks=180), 2: Tenant(max_blocks=160, weight=2.0)}
 MODES = {
-    "recompute": (None, (), {}),
-    "partial": (None, ("partial",), {}),
-    "cache": ("lru", (), {}),
-    "tenants": ("lru", (), TENANTS),
+    "plain": (None, {}),
+    "cache": ("lru", {}),
+    "tenants": ("lru", TENANTS),
 }
 ACTIONS = ("partial", "recompute")
 
@@ -48,7 +47,7 @@ class Outcome:
 
 def run(steps, seed, mode, share):
     """Do a run. Requests are added while less than `share` of the pool is in use; 1.0 always keeps requests waiting."""
-    policy, actions, tenants = MODES[mode]
+    policy, tenants = MODES[mode]
     rng = random.Random(seed)
     allocator = BlockAllocator(BLOCKS)
     config = SchedulerConfig(
@@ -57,7 +56,6 @@ def run(steps, seed, mode, share):
         max_batch_tokens=512,
         max_prefill_tokens=512,
         block_size=BLOCK,
-        preemption_actions=actions,
         tenants=tenants,
         policy="fair" if tenants else "priority",
     )

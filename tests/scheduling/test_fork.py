@@ -167,7 +167,6 @@ def test_keys_and_values_of_forks_are_right_in_a_pool_that_is_too_small(seed):
         max_prefill_tokens=8,
         watermark=0,
         lookahead=rng.choice([0, 0, 2]),
-        preemption_actions=rng.choice([(), ("partial",)]),
     )
     scheduler = Scheduler(config, engine.pool, cache)
     for number in range(2000):

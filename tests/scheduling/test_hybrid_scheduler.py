@@ -344,7 +344,6 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
         policy=rng.choice(sorted(POLICIES)),
         watermark=0,
         lookahead=rng.choice([0, 2]) if slots is None else 0,
-        preemption_actions=rng.choice([(), ("partial",)]),
         tenants=rng.choice([{}, {1: Tenant(max_blocks=16)}]),
     )
     scheduler = Scheduler(config, engine.pool, **memory)

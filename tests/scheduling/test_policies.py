@@ -173,7 +173,6 @@ def test_a_line_from_which_most_are_removed_keeps_its_order(lane):
         ("max_wait_steps", 0, ValueError),
         ("lookahead", -1, ValueError),
         ("lookahead", 1.5, TypeError),
-        ("preemption_actions", ("swap",), ValueError),
         ("tenants", {"a": 3}, TypeError),
     ],
 )

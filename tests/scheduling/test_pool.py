@@ -343,18 +343,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (len(active), len(waiting)) == (scheduler.active_count, scheduler.waiting_count)
         assert len(active) <= self.config.max_sequences
         for seq in sequences:
-            assert (seq.kv is not None) == (seq in active)
+            assert seq.kv is not None if seq in active else seq.kv is None or seq.state is SeqState.PREEMPTED
             assert seq.total_tokens <= seq.max_tokens
             if seq.state is not SeqState.FINISHED:
                 read = seq.state is SeqState.DECODING or seq.fed >= len(seq.prompt_tokens)
                 assert seq.prompt_pos == (len(seq.prompt_tokens) if read else seq.fed)
-        assert all(seq.kv.len == seq.fed for seq in active)
-        assert scheduler.num_tokens == sum(seq.kv.len for seq in active)
+        holders = [seq for seq in sequences if seq.kv is not None]
+        assert all(seq.kv.len == seq.fed for seq in holders)
+        assert scheduler.num_tokens == sum(seq.kv.len for seq in holders)
         inner = scheduler._active
         prefills = [seq for seq in active if seq.state is SeqState.PREFILLING]
         assert len(inner) == len(active) and len(inner.prefills) == len(prefills)
         # Blocks of the scheduler and of others: shared blocks count once.
-        held = {block for state in [*(seq.kv for seq in active), *self.outside] for block in state.blocks}
+        held = {block for state in [*(seq.kv for seq in holders), *self.outside] for block in state.blocks}
         assert len(held) == self.allocator.in_use
 
     def teardown(self):

@@ -45,7 +45,7 @@ def run_to_end(scheduler, engine, limit=5000):
 
 
 def test_partial_preemption_takes_the_last_blocks_and_only_those_are_read_again():
-    scheduler, engine = make(6, preemption_actions=("partial",))
+    scheduler, engine = make(6)
     for prompt in (7, 10):
         scheduler.add_request(range(prompt), 20)
     record = until_preempted(scheduler, engine)
@@ -58,9 +58,8 @@ def test_partial_preemption_takes_the_last_blocks_and_only_those_are_read_again(
     assert len(run_to_end(scheduler, engine)) == 2 and engine.pool.allocator.in_use == 0
 
 
-@pytest.mark.parametrize("actions", [(), ("partial",)])
-def test_with_a_prefix_cache_only_the_last_blocks_are_given_whatever_the_actions(actions):
-    scheduler, engine = make(9, "lru", preemption_actions=actions)
+def test_with_a_prefix_cache_only_the_last_blocks_are_given():
+    scheduler, engine = make(9, "lru")
     for head in (0, 100, 200):
         scheduler.add_request(range(head, head + 10), 30)
     until_preempted(scheduler, engine)
@@ -72,7 +71,7 @@ def test_with_a_prefix_cache_only_the_last_blocks_are_given_whatever_the_actions
 
 
 def test_the_rest_of_a_preempted_request_is_freed_before_another_is_preempted():
-    scheduler, engine = make(9, preemption_actions=("partial",))
+    scheduler, engine = make(9)
     for _ in range(3):
         scheduler.add_request(range(10), 36)
     until_preempted(scheduler, engine)
@@ -94,30 +93,26 @@ def test_records_are_bounded_and_totals_are_not(monkeypatch):
     run_to_end(scheduler, engine)
     stats = scheduler.stats()
     assert len(scheduler.preemptions) == 3
-    assert stats["actions"]["recompute"] == stats["preemptions"] == scheduler.num_preemptions > 3
+    assert sum(stats["actions"].values()) >= stats["preemptions"] == scheduler.num_preemptions > 3
 
 
 @examples(120)
 @given(
     st.integers(3, 14),
     st.lists(st.tuples(st.integers(1, 14), st.integers(1, 14), st.integers(0, 2)), min_size=1, max_size=12),
-    st.sampled_from([(), ("partial",)]),
     st.sampled_from([None, *CACHE_POLICIES]),
     st.sampled_from(sorted(POLICIES)),
     st.integers(0, 2),
     st.randoms(use_true_random=False),
 )
-def test_a_preempted_sequence_sees_its_own_keys_again(
-    num_blocks, requests, actions, cache_policy, policy, lookahead, rng
-):
-    """Random actions, policies, aborts and foreign holders of blocks.
+def test_a_preempted_sequence_sees_its_own_keys_again(num_blocks, requests, cache_policy, policy, lookahead, rng):
+    """Random policies, aborts and foreign holders of blocks.
 
     The fake engine checks every key in each step, and the invariants hold after it.
     """
     scheduler, engine = make(
         num_blocks,
         cache_policy,
-        preemption_actions=actions,
         policy=policy,
         lookahead=lookahead,
         max_sequences=4,

@@ -152,7 +152,6 @@ def serve(seed, fails, windows=None, slots=None, kept=None):
         max_batch_tokens=24,
         max_prefill_tokens=rng.choice([3, 8]),
         lookahead=rng.choice([0, 2]) if slots is None else 0,
-        preemption_actions=rng.choice([(), ("partial",)]),
         policy=rng.choice(["fair", "priority"]),
         watermark=0,
     )

@@ -80,7 +80,6 @@ def test_a_wrong_config_value_is_named():
         (lambda: SchedulerConfig(max_sequences=2.5), TypeError, ("max_sequences", "float", "2.5")),
         (lambda: SchedulerConfig(lookahead=-1), ValueError, ("lookahead", 0, -1)),
         (lambda: SchedulerConfig(block_size=0), ValueError, ("block_size", 1, 1024, 0)),
-        (lambda: SchedulerConfig(preemption_actions=("swap",)), ValueError, ("preemption_actions", "partial", "swap")),
         (lambda: SchedulerConfig(watermark="1"), TypeError, ("watermark", "str", "1")),
         (lambda: SchedulerConfig(watermark=float("nan")), ValueError, ("watermark", "nan")),
         (lambda: Tenant(weight=None), TypeError, ("weight", "None")),
