@@ -265,8 +265,6 @@ class SchedulerConfig:
         Maximum number of prompt tokens of one sequence in one step (its chunk).
     block_size : int or None
         Tokens per block. None: the block size of the pool, or 16 when the pool has none.
-    watermark : float
-        Share of the blocks that stays free when a request is admitted while others run.
     policy : str
         Which request goes next: "priority" (lower number first, then first come), "fcfs" (first come), "fair" (the
         tenant that was served the fewest tokens).
@@ -294,7 +292,6 @@ class SchedulerConfig:
     max_batch_sequences: int = 8
     max_prefill_tokens: int = 256
     block_size: int | None = None
-    watermark: float = 0.01
     policy: str = "priority"
     max_wait_steps: int | None = 10_000
     lookahead: int = 0
@@ -305,8 +302,6 @@ class SchedulerConfig:
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         if self.block_size is not None:
             object.__setattr__(self, "block_size", integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
-        if not 0.0 <= real("watermark", self.watermark) < 1.0:
-            raise ValueError(f"watermark must be from 0 to below 1, not {self.watermark}")
         if self.max_wait_steps is not None:
             object.__setattr__(self, "max_wait_steps", integer("max_wait_steps", self.max_wait_steps, 1))
         object.__setattr__(self, "lookahead", integer("lookahead", self.lookahead, 0))

@@ -19,7 +19,7 @@ WALL = ("wall_s", "ns_per_block_op", "sched_us_per_step", "memory_s", "memory_sh
 
 
 def replay(path, blocks=100, block_size=4, cost=None, limit=None, **config):
-    config = SchedulerConfig(block_size=block_size, watermark=0.0, **config)
+    config = SchedulerConfig(block_size=block_size, **config)
     block_manager = MeteredBlockManager(BlockAllocator(blocks), block_size)
     run = Replay(read_trace(path, limit), config, block_manager, cost or CostModel())
     run.run()

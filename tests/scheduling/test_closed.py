@@ -63,7 +63,6 @@ class World:
             policy="fair",
             lookahead=lookahead,
             tenants={"a": Tenant(max_blocks=14), "b": Tenant(weight=2.0)},
-            watermark=0,
         )
         self.scheduler = Scheduler(config, self.engine.pool, self.cache, **memory)
         for number in range(5):
@@ -313,7 +312,7 @@ def test_control_c_at_any_time_costs_no_block():
     engine = Engine(40)
     allocator = engine.pool.allocator
     cache = PrefixCache(allocator, BLOCK)
-    config = SchedulerConfig(block_size=BLOCK, max_batch_sequences=20, watermark=0)
+    config = SchedulerConfig(block_size=BLOCK, max_batch_sequences=20)
     closed, before, rng = 0, signal.signal(signal.SIGALRM, interrupt), random.Random(5)
     gc.disable()  # a finalizer during a collection could swallow the exception
     try:

@@ -35,7 +35,7 @@ def begin(scheduler, prompt=10, limit=30, **names):
 
 def test_a_fork_takes_the_quota_that_a_waiting_request_had_room_in():
     """A request is next but does not fit into the pool. Meanwhile a fork uses up its tenant's quota."""
-    scheduler, _ = make(6, watermark=0, tenants={"a": Tenant(max_blocks=4)})
+    scheduler, _ = make(6, tenants={"a": Tenant(max_blocks=4)})
     first = scheduler.add_request(range(5), 8, tenant="a")  # 2 of the quota's 4 blocks
     other = scheduler.add_request(range(12), 16)
     step(scheduler, -1)
@@ -165,7 +165,6 @@ def test_keys_and_values_of_forks_are_right_in_a_pool_that_is_too_small(seed):
         block_size=BLOCK,
         max_batch_sequences=rng.choice([2, 20]),
         max_prefill_tokens=8,
-        watermark=0,
         lookahead=rng.choice([0, 0, 2]),
     )
     scheduler = Scheduler(config, engine.pool, cache)

@@ -75,7 +75,7 @@ def test_a_window_frees_its_blocks_during_prefill():
 def test_appended_tokens_are_fed_in_chunks():
     """A window has blocks for one chunk, so that any number of appended tokens is fed chunk by chunk."""
     allocator = BlockAllocator(5)
-    config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
+    config = SchedulerConfig(max_prefill_tokens=8)
     scheduler = Scheduler(config, allocator, groups=[KvGroup(allocator, BLOCK, window=8)])
     scheduler.add_request([1] * 20, 100)
     while scheduler.get_sequence(1).state is not SeqState.DECODING:
@@ -94,7 +94,7 @@ def test_appended_tokens_are_fed_in_chunks():
 def test_windows_and_full_attention_are_one_account():
     allocator = BlockAllocator(64)
     groups = [KvGroup(allocator, BLOCK), KvGroup(allocator, BLOCK, window=8)]
-    config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
+    config = SchedulerConfig(max_prefill_tokens=8)
     scheduler = Scheduler(config, allocator, groups=groups)
     with refuses(ValueError, 300, 80, 2, 64):
         scheduler.add_request([1], 300)
@@ -312,7 +312,7 @@ def test_blocks_before_a_window_stay_cached_until_other_requests_need_blocks():
     """Later requests find fewer cached tokens, but never wrong ones."""
     allocator = BlockAllocator(24)
     cache = PrefixCache(allocator, BLOCK, "lru")
-    config = SchedulerConfig(max_prefill_tokens=8, watermark=0)
+    config = SchedulerConfig(max_prefill_tokens=8)
     scheduler = Scheduler(config, allocator, cache, groups=[KvGroup(allocator, BLOCK, window=8)])
     for prompt in (range(80), range(1000, 1400), range(80), range(80)):
         scheduler.add_request(prompt, max_new_tokens=3)
@@ -342,7 +342,6 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
         max_batch_tokens=rng.choice([6, 24]),
         max_prefill_tokens=rng.choice([3, 8]),
         policy=rng.choice(sorted(POLICIES)),
-        watermark=0,
         lookahead=rng.choice([0, 2]) if slots is None else 0,
         tenants=rng.choice([{}, {1: Tenant(max_blocks=16)}]),
     )
@@ -393,7 +392,7 @@ def test_a_single_request_ends_in_every_pool_that_accepts_it(windows):
         for step in (4, 8, 16):
             allocator = BlockAllocator(num_blocks)
             groups = [KvGroup(allocator, 4, window) for window in windows]
-            config = SchedulerConfig(block_size=4, max_prefill_tokens=step, watermark=0)
+            config = SchedulerConfig(block_size=4, max_prefill_tokens=step)
             scheduler = Scheduler(config, allocator, PrefixCache(allocator, 4), groups=groups)
             try:
                 scheduler.add_request([*range(63)], max_new_tokens=3)

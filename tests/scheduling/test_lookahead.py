@@ -125,7 +125,7 @@ def test_rejected_drafts_are_never_cached():
     st.integers(1, 5), st.integers(6, 16), st.lists(st.integers(1, 6), min_size=1, max_size=6), st.booleans(), st.data()
 )
 def test_any_run_of_acceptances_gives_the_tokens_that_were_committed(lookahead, blocks, prompts, cache, data):
-    scheduler, allocator = make(blocks, lookahead, cache, watermark=0, max_batch_tokens=24)
+    scheduler, allocator = make(blocks, lookahead, cache, max_batch_tokens=24)
     told = {scheduler.add_request([9] * prompt, prompt + 12): [] for prompt in prompts}
     for _ in range(4000):
         if not scheduler.has_work:

@@ -85,7 +85,7 @@ def test_a_tenant_that_comes_back_gets_no_credit_for_its_absence():
 
 def test_a_request_that_waits_for_its_quota_starts_when_another_ends():
     """This also holds if other requests meanwhile took more blocks than the ended request frees."""
-    scheduler = make(92, watermark=0, max_batch_sequences=32, tenants={"a": Tenant(max_blocks=4)})
+    scheduler = make(92, max_batch_sequences=32, tenants={"a": Tenant(max_blocks=4)})
     for _ in range(8):
         scheduler.add_request([1] * 4, 44)
     first, second = [scheduler.add_request([2] * 4, 16, tenant="a") for _ in range(2)]
@@ -129,7 +129,7 @@ def test_no_request_waits_longer_than_the_bound(policy):
 
 
 def test_a_request_at_the_waiting_bound_is_not_preempted_for_later_ones():
-    scheduler = make(8, watermark=0, max_wait_steps=5, max_sequences=2)
+    scheduler = make(8, max_wait_steps=5, max_sequences=2)
     scheduler.add_request([1] * 8, 20, priority=0)
     scheduler.add_request([1] * 8, 20, priority=0)
     slow = scheduler.add_request([2] * 8, 20, priority=9)

@@ -99,25 +99,25 @@ def test_a_request_that_can_never_fit_is_refused_with_both_numbers():
 
 
 def test_a_request_as_large_as_the_pool_runs():
-    scheduler, allocator = make(5, watermark=0.5)
+    scheduler, allocator = make(5)
     scheduler.add_request([1] * 19, 20)
     assert [seq.total_tokens for seq in run_to_end(scheduler)] == [20]
     assert allocator.peak_in_use == 5 and allocator.in_use == 0
 
 
-def test_admission_leaves_the_watermark_while_others_run():
-    scheduler, _ = make(10, watermark=0.3)
-    scheduler.add_request([1] * 16, 20)
-    scheduler.add_request([1] * 16, 20)  # needs 4 of 6 free blocks, which would leave 2
+def test_admission_leaves_a_hundredth_of_the_blocks_while_others_run():
+    scheduler, _ = make(200)
+    scheduler.add_request([1] * 400, 404)
+    scheduler.add_request([1] * 396, 400)  # needs 99 of the 100 free blocks, which would leave 1
     scheduler.schedule()
     assert (scheduler.active_count, scheduler.waiting_count) == (1, 1)
     scheduler.finish_sequence(1)
-    scheduler.add_request([1] * 12, 16)  # needs 3 of 6 free blocks, which leaves 3
+    scheduler.add_request([1] * 392, 396)  # needs 98 of 101 free blocks, which leaves 3
     assert scheduler.schedule().seq_ids == [2, 3]
 
 
 def test_admission_counts_blocks_that_admitted_prompts_still_need():
-    scheduler, _ = make(10, max_prefill_tokens=4, watermark=0)
+    scheduler, _ = make(10, max_prefill_tokens=4)
     scheduler.add_request([1] * 24, 28)
     scheduler.add_request([1] * 20, 24)
     for _ in range(6):
@@ -126,7 +126,7 @@ def test_admission_counts_blocks_that_admitted_prompts_still_need():
 
 
 def test_the_newest_of_the_lowest_priority_is_preempted_and_recomputed():
-    scheduler, allocator = make(6, watermark=0)
+    scheduler, allocator = make(6)
     for priority in (0, 1, 1):
         scheduler.add_request([1, 2, 3, 4, 5, 6, 7], 16, priority=priority)
     batch = scheduler.schedule()
@@ -153,7 +153,7 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_recomputed():
 
 
 def test_the_oldest_is_never_preempted():
-    scheduler, allocator = make(8, max_sequences=6, watermark=0)
+    scheduler, allocator = make(8, max_sequences=6)
     for _ in range(12):
         scheduler.add_request([1] * 6, 20)
     oldest = scheduler.get_sequence(1)
@@ -189,7 +189,7 @@ def test_nothing_is_admitted_without_blocks_for_its_first_chunk():
 
 def test_a_forked_sequence_may_be_written_on():
     """A fork shares the last block. The next step copies it, or preempts to make room for the copy."""
-    scheduler, allocator = make(4, watermark=0)
+    scheduler, allocator = make(4)
     for _ in range(2):
         scheduler.add_request([1] * 6, 8)
     scheduler.commit(scheduler.schedule(), [5, 5])
@@ -207,11 +207,10 @@ def test_a_forked_sequence_may_be_written_on():
 @given(
     st.integers(3, 20),
     st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12), st.integers(-1, 1)), min_size=1, max_size=20),
-    st.sampled_from([0.0, 0.1, 0.5]),
 )
-def test_every_request_ends_however_small_the_pool(num_blocks, requests, watermark):
+def test_every_request_ends_however_small_the_pool(num_blocks, requests):
     config = {"max_sequences": 6, "max_batch_tokens": 10, "max_batch_sequences": 4, "max_prefill_tokens": 5}
-    scheduler, allocator = make(num_blocks, watermark=watermark, **config)
+    scheduler, allocator = make(num_blocks, **config)
     accepted = 0
     for prompt, outputs, priority in requests:
         if -(-(prompt + outputs) // BLOCK) <= num_blocks:
@@ -234,7 +233,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_batch_sequences=data.draw(st.integers(1, 5)),
             max_prefill_tokens=data.draw(st.integers(1, 6)),
             block_size=BLOCK,
-            watermark=data.draw(st.sampled_from([0.0, 0.2])),
         )
         self.allocator = BlockAllocator(blocks)
         self.scheduler = Scheduler(self.config, self.allocator)

@@ -17,7 +17,7 @@ BLOCK = LAYOUT.block_size
 def make(num_blocks, cache_policy=None, **config):
     engine = Engine(num_blocks)
     cache = PrefixCache(engine.pool.allocator, BLOCK, cache_policy) if cache_policy else None
-    config = {"watermark": 0, "max_batch_tokens": 64, **config}
+    config = {"max_batch_tokens": 64, **config}
     return Scheduler(SchedulerConfig(**config), engine.pool, cache), engine
 
 

@@ -92,7 +92,7 @@ def test_a_branch_starts_with_the_tokens_of_its_trunk():
 @given(st.data(), st.sampled_from([2, 8]), st.sampled_from([0, 2]), st.integers(8, 40))
 def test_every_full_block_that_was_committed_is_cached_at_once(data, places, lookahead, blocks):
     """This holds for tokens from commit or append_token, in any order, with drafts, and for steps without tokens."""
-    config = {"max_batch_sequences": places, "lookahead": lookahead, "max_prefill_tokens": 6, "watermark": 0}
+    config = {"max_batch_sequences": places, "lookahead": lookahead, "max_prefill_tokens": 6}
     scheduler, cache = make(blocks, **config)
     for number in range(data.draw(st.integers(1, 5))):
         prompt = [number] * data.draw(st.integers(1, 9))
@@ -159,7 +159,7 @@ def test_a_prompt_computed_by_two_sequences_stays_cached_while_one_of_them_runs(
 
 def test_a_request_fits_once_its_shared_prompt_is_cached():
     """It did not fit before its prompt was cached. There are no more free blocks now, but it needs fewer."""
-    scheduler, _ = make(100, max_prefill_tokens=512, watermark=0)
+    scheduler, _ = make(100, max_prefill_tokens=512)
     for last in range(3):
         scheduler.add_request([*[7] * 320, last], 380)
     assert [run_step(scheduler).seq_ids for _ in range(2)] == [[1], [1, 2, 3]]
@@ -182,7 +182,7 @@ class CountedCache:
 def test_a_waiting_request_is_looked_up_again_only_after_new_cached_blocks():
     allocator = BlockAllocator(24)
     cache = CountedCache(PrefixCache(allocator, BLOCK))
-    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK, watermark=0), allocator, cache)
+    scheduler = Scheduler(SchedulerConfig(block_size=BLOCK), allocator, cache)
     scheduler.add_request([1] * 8, 90)
     run_step(scheduler)
     scheduler.add_request([2] * 95, 96)
@@ -219,7 +219,7 @@ def test_blocks_that_the_cache_has_are_not_looked_at_again_in_every_step(cached)
     cache.cache_blocks([*range(cached * BLOCK)], blocks)
     allocator.free(blocks)
     cache.starts.clear()
-    config = SchedulerConfig(block_size=BLOCK, max_prefill_tokens=2 * BLOCK, watermark=0)
+    config = SchedulerConfig(block_size=BLOCK, max_prefill_tokens=2 * BLOCK)
     scheduler = Scheduler(config, allocator, cache)
     scheduler.add_request([*range(8 * BLOCK)], 8 * BLOCK + 5)
     run_to_end(scheduler)
@@ -265,7 +265,7 @@ def test_a_request_that_does_not_read_the_cache_computes_its_prompt_and_caches_i
 
 
 def test_cached_prefixes_go_before_anybody_gives_way():
-    scheduler, cache = make(8, watermark=0)
+    scheduler, cache = make(8)
     for head in (10, 20):
         scheduler.add_request(range(head, head + 12), 13)
         run_to_end(scheduler)
@@ -278,7 +278,7 @@ def test_cached_prefixes_go_before_anybody_gives_way():
 
 
 def test_a_preempted_sequence_finds_its_own_blocks_again():
-    scheduler, _ = make(14, watermark=0, max_batch_tokens=64)
+    scheduler, _ = make(14, max_batch_tokens=64)
     for number in range(3):
         scheduler.add_request([number] * 10, 24)
     run_to_end(scheduler)
@@ -287,7 +287,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again():
 
 
 def test_a_request_that_does_not_fit_leaves_queue_and_cache_unchanged():
-    scheduler, cache = make(8, watermark=0)
+    scheduler, cache = make(8)
     scheduler.add_request(range(8), 10)
     run_to_end(scheduler)
     held = scheduler._blocks.allocator.allocate_n(4)

@@ -155,7 +155,7 @@ def test_waiting_requests_continue_after_a_reset_of_the_cache():
 
 def test_waiting_requests_continue_when_the_first_is_preempted():
     """A request of higher priority grows, and the pool is too small for both."""
-    scheduler, cache = make(26, max_prefill_tokens=8, watermark=0)
+    scheduler, cache = make(26, max_prefill_tokens=8)
     outside = cache.allocator.allocate_n(8)
     scheduler.add_request([6] * 4, 40, priority=-1)
     for _ in range(2):
@@ -198,7 +198,6 @@ def test_keys_and_values_are_right_with_random_waiting_requests(seed):
         max_wait_steps=rng.choice([None, 5, 10_000]),
         policy=rng.choice(sorted(POLICIES)),
         tenants={0: Tenant(max_blocks=16)},
-        watermark=0,
     )
     scheduler = Scheduler(config, engine.pool, cache)
     for number in range(1000):  # the slowest known seed, 18723, takes 311

@@ -153,7 +153,6 @@ def serve(seed, fails, windows=None, slots=None, kept=None):
         max_prefill_tokens=rng.choice([3, 8]),
         lookahead=rng.choice([0, 2]) if slots is None else 0,
         policy=rng.choice(["fair", "priority"]),
-        watermark=0,
     )
     scheduler = Scheduler(config, engine.pool, **memory)
     common = [rng.randrange(9) for _ in range(9)]

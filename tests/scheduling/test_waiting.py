@@ -140,7 +140,7 @@ def test_unchanged_waiting_requests_are_not_checked_in_every_step(policy, quota,
     allocator = BlockAllocator(79)
     cache = PrefixCache(allocator, 4)
     config = SchedulerConfig(
-        policy=policy, block_size=4, watermark=0, max_batch_tokens=512, max_prefill_tokens=512,
+        policy=policy, block_size=4, max_batch_tokens=512, max_prefill_tokens=512,
         tenants={} if quota is None else {number: Tenant(max_blocks=quota) for number in range(200)},
     )  # fmt: skip
     scheduler = Scheduler(config, allocator, cache)
@@ -219,7 +219,7 @@ def test_names_of_ended_tenants_are_not_kept(max_wait):
 
 @pytest.mark.parametrize("max_wait", [None, 10_000])
 def test_a_preempted_request_resumes_before_requests_blocked_by_its_quota(max_wait):
-    config = SchedulerConfig(block_size=4, watermark=0, max_wait_steps=max_wait, tenants={"t": Tenant(max_blocks=5)})
+    config = SchedulerConfig(block_size=4, max_wait_steps=max_wait, tenants={"t": Tenant(max_blocks=5)})
     scheduler = Scheduler(config, BlockAllocator(8))
     scheduler.add_request([1] * 4, 20, priority=2, tenant="t")
     preempted = scheduler.add_request([1] * 8, 20, priority=1, tenant="t")

@@ -80,8 +80,6 @@ def test_a_wrong_config_value_is_named():
         (lambda: SchedulerConfig(max_sequences=2.5), TypeError, ("max_sequences", "float", "2.5")),
         (lambda: SchedulerConfig(lookahead=-1), ValueError, ("lookahead", 0, -1)),
         (lambda: SchedulerConfig(block_size=0), ValueError, ("block_size", 1, 1024, 0)),
-        (lambda: SchedulerConfig(watermark="1"), TypeError, ("watermark", "str", "1")),
-        (lambda: SchedulerConfig(watermark=float("nan")), ValueError, ("watermark", "nan")),
         (lambda: Tenant(weight=None), TypeError, ("weight", "None")),
         (lambda: Tenant(max_blocks="2"), TypeError, ("max_blocks", "str", "2")),
         (lambda: KvLayout(1, 1, 8, block_size=2000), ValueError, ("block_size", 1, 1024, 2000)),

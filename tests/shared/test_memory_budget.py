@@ -468,7 +468,7 @@ def test_a_request_is_preempted_if_other_models_use_the_budget(name):
     pool, other = open_pool(name, "a"), open_pool(name, "b")
     grow(other, 300)
     held = other.allocator.allocate_n(300)
-    scheduler = Scheduler(SchedulerConfig(max_batch_tokens=512, watermark=0.0), pool, PrefixCache(pool.allocator))
+    scheduler = Scheduler(SchedulerConfig(max_batch_tokens=512), pool, PrefixCache(pool.allocator))
     for prompt in range(4):
         scheduler.add_request([prompt] * 1500, max_new_tokens=3000)
     for _ in range(4000):
