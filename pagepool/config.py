@@ -268,9 +268,6 @@ class SchedulerConfig:
     policy : str
         Which request goes next: "priority" (lower number first, then first come), "fcfs" (first come), "fair" (the
         tenant that was served the fewest tokens).
-    max_wait_steps : int or None
-        A request that has waited this many steps goes before every later request, whatever the policy. It is not
-        preempted for a later request, and does not wait for blocks that another request computes. None: no bound.
     lookahead : int
         Slots for drafted tokens that each decode takes in addition to its own; see `Scheduler.commit`.
     tenants : mapping
@@ -293,7 +290,6 @@ class SchedulerConfig:
     max_prefill_tokens: int = 256
     block_size: int | None = None
     policy: str = "priority"
-    max_wait_steps: int | None = 10_000
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
 
@@ -302,8 +298,6 @@ class SchedulerConfig:
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         if self.block_size is not None:
             object.__setattr__(self, "block_size", integer("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
-        if self.max_wait_steps is not None:
-            object.__setattr__(self, "max_wait_steps", integer("max_wait_steps", self.max_wait_steps, 1))
         object.__setattr__(self, "lookahead", integer("lookahead", self.lookahead, 0))
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:

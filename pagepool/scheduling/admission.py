@@ -73,9 +73,9 @@ class Admission:
     def admit(self, now: int) -> None:
         """Admit requests until the next one has to wait."""
         config, active, waiting = self.config, self.active, self.waiting
-        waiting.resume(now, self.prefix.will_publish)
+        waiting.resume(self.prefix.will_publish)
         while len(waiting) and len(active) < config.max_sequences:
-            seq = waiting.peek(self, now, self.tenants.may_start)
+            seq = waiting.peek(self, self.tenants.may_start)
             if seq is None:
                 return
             if self.blocks.free_slots == 0:
@@ -83,7 +83,7 @@ class Admission:
             room = self.blocks.available() - active.promised
             if self._is_short(seq, room):
                 return
-            leader = None if waiting.is_aged(seq, now) else self.prefix.leader(seq, active.prefills.values())
+            leader = self.prefix.leader(seq, active.prefills.values())
             if leader is not None:
                 waiting.defer(seq, *leader)
                 self.prefix.stop_at(*leader)
@@ -94,8 +94,6 @@ class Admission:
                 return
             self.refusal = None
             waiting.remove(seq)
-            if waiting.is_aged(seq, now):
-                seq._rank = (0, 0, seq.id)  # keeps its blocks longer than every later request
             seq.num_cached = seq.fed
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING

@@ -20,12 +20,12 @@ class Facts(Protocol):
 
 def by_arrival(seq: Sequence) -> Rank:
     """Rank by arrival. A preempted sequence waits before all requests that arrived later."""
-    return (1, 0, seq.id)
+    return (0, seq.id)
 
 
 def by_priority(seq: Sequence) -> Rank:
     """Rank by priority, then by arrival."""
-    return (1, seq.priority, seq.id)
+    return (seq.priority, seq.id)
 
 
 def least_rank(seq: Sequence, facts: Facts) -> Rank:

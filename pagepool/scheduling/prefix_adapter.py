@@ -134,7 +134,7 @@ class PrefixAdapter:
             end = min(most, len(other.prompt_tokens) // size * size)
             if other.fed >= end or other.prompt_tokens[:size] != head or other._prefix.key != seq._prefix.key:
                 continue
-            if other._rank[:2] > seq._rank[:2] or not self.will_publish(other):
+            if other._rank[0] > seq._rank[0] or not self.will_publish(other):
                 continue
             differs = np.flatnonzero(seq._prefix.row[:end] != other._prefix.row[:end])
             shared = int(differs[0]) // size * size if len(differs) else end

@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["Rank", "SeqState", "Sequence", "by_id", "by_rank"]
 
-Rank = tuple[int, int, int]  # the last number is the id: no two are equal
+Rank = tuple[int, int]  # the last number is the id: no two are equal
 by_id, by_rank = attrgetter("id"), attrgetter("_rank")  # keys to sort sequences
 
 
@@ -93,9 +93,8 @@ class Sequence:
     _stops: list[tuple[int, str]] = field(default_factory=list, init=False)
     # "stop" or "abort" after a call has stopped it.
     _stopped_by: str | None = field(default=None, init=False)
-    # Its rank under the policy, and the step in which it arrived. Set by the scheduler.
-    _rank: Rank = field(default=(1, 0, 0), init=False)
-    _arrived: int = field(default=0, init=False)
+    # Its rank under the policy, set by the scheduler.
+    _rank: Rank = field(default=(0, 0), init=False)
     # While it is deferred: the leader, which computes its next blocks, and the tokens that it must process first.
     _awaits: tuple[Sequence, int] | None = field(default=None, init=False)
     # Maximum number of output tokens. Then the end of the prefill, which includes outputs that are recomputed after a

@@ -300,7 +300,7 @@ class Scheduler:
             for fork in forks:
                 self._sequences[fork.id] = fork
                 self._blocks.fork(seq, fork)
-                fork._rank, fork._arrived = self._policy.rank(fork), self.num_steps
+                fork._rank = self._policy.rank(fork)
                 if self._outstanding is not None:
                     self._outstanding.add_fork(seq, fork)
                 self._tenants.arrive(fork)
@@ -675,7 +675,6 @@ class Scheduler:
     def _accept(self, seq: Sequence) -> None:
         """Queue a new sequence that has its id."""
         seq._rank = self._policy.rank(seq)
-        seq._arrived = self.num_steps
         self._sequences[seq.id] = seq
         if seq.at_limit:
             seq.state = FINISHED
@@ -705,7 +704,7 @@ class Scheduler:
     def _empty(self) -> tuple[WaitingQueue, ActiveSequences, Tenants]:
         """Return the structures of a scheduler without sequences."""
         config, blocks = self.config, self._blocks
-        waiting = WaitingQueue(self._policy, config.max_wait_steps)
+        waiting = WaitingQueue(self._policy)
         return waiting, ActiveSequences(config, blocks.blocks_for), Tenants(config, blocks)
 
     def _audit(self) -> str | None:

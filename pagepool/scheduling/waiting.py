@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from pagepool.scheduling.policies import Facts, Policy
-from pagepool.scheduling.request import Rank, SeqState, Sequence, by_id, by_rank
+from pagepool.scheduling.request import Rank, SeqState, Sequence, by_rank
 
 __all__ = ["WaitingQueue"]
 
@@ -18,50 +18,37 @@ SWEEP_FROM = 64
 class Line:
     """The requests of one tenant, `live`, by id. `counted` has the requests that the tenant's quota already counts.
 
-    `_ranks` is a heap of all ranks, `ids` a heap of all ids. A request that leaves is removed from a heap when it comes
-    to its top. A push costs O(log n), a removal O(1) amortised.
+    `_ranks` is a heap of all ranks. A request that leaves is removed from it when it comes to its top. A push costs
+    O(log n), a removal O(1) amortised.
     """
 
     def __init__(self) -> None:
         self.live: dict[int, Sequence] = {}
         self.counted: dict[int, Sequence] = {}
         self._ranks: list[Rank] = []
-        self.ids: list[int] = []
 
     def push(self, seq: Sequence) -> None:
         self.live[seq.id] = seq
         if seq._counted:
             self.counted[seq.id] = seq
-        heappush(self.ids, seq.id)
         heappush(self._ranks, seq._rank)
 
     def remove(self, seq: Sequence) -> None:
         del self.live[seq.id]
         self.counted.pop(seq.id, None)
-        if len(self.ids) > 2 * len(self.live) + SWEEP_FROM:
+        if len(self._ranks) > 2 * len(self.live) + SWEEP_FROM:
             self._ranks = sorted(seq._rank for seq in self.live.values())
-            self.ids = sorted(self.live)
 
     def heads(self) -> list[Sequence]:
         """Return the first request by rank, and the first counted request.
 
         The quota never blocks a counted request, but may block all other requests until that one starts.
         """
-        # A request that has left and returned may have two entries, or an old entry with another rank.
-        while (first := self.live.get(self._ranks[0][2])) is None or first._rank != self._ranks[0]:
+        while (first := self.live.get(self._ranks[0][-1])) is None:
             heappop(self._ranks)
         found = [first]
         if self.counted and first.id not in self.counted:
             found.append(min(self.counted.values(), key=by_rank))
-        return found
-
-    def oldest(self) -> list[Sequence]:
-        """Return the request that arrived first, and the counted request that arrived first."""
-        while self.ids[0] not in self.live:
-            heappop(self.ids)
-        found = [self.live[self.ids[0]]]
-        if self.counted and found[0].id not in self.counted:
-            found.append(self.counted[min(self.counted)])
         return found
 
     def ranks(self) -> set[Rank]:
@@ -72,19 +59,16 @@ class Line:
 class Followers:
     """The requests that are deferred until `leader` has processed the tokens that they share with it, by id.
 
-    Each one shares at least `least` tokens, and arrived in step `arrived` or later.
+    Each one shares at least `least` tokens.
     """
 
     def __init__(self, leader: Sequence) -> None:
         self.leader = leader
         self.members: dict[int, Sequence] = {}
         self.least = 0
-        self.arrived = 0
 
     def add(self, seq: Sequence, until: int) -> None:
-        first = not self.members
-        self.least = until if first else min(self.least, until)
-        self.arrived = seq._arrived if first else min(self.arrived, seq._arrived)
+        self.least = min(self.least, until) if self.members else until
         self.members[seq.id] = seq
 
 
@@ -149,19 +133,15 @@ class TenantHeap:
 class WaitingQueue:
     """All waiting requests, including preempted requests (`preempted`, by id) and deferred requests.
 
-    No request starves: after `max_wait_steps` steps it goes before all later requests, with every policy.
-
     Invariant: each request is in the line of its tenant, or, while it `_awaits` a leader, among the leader's followers.
     """
 
-    def __init__(self, policy: Policy, max_wait_steps: int | None) -> None:
+    def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._max_wait = max_wait_steps
         self._lines: dict[Any, Line] = {}
         self._followers: dict[int, Followers] = {}  # by the id of their leader
         self._size = 0
         self._best = TenantHeap(self._heads)
-        self._oldest = TenantHeap(self._first_come)
         self.preempted: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -197,23 +177,22 @@ class WaitingQueue:
         seq._awaits = leader, until
         self._follow(seq, leader, until)
 
-    def resume(self, now: int, will_publish: Callable[[Sequence], bool]) -> None:
+    def resume(self, will_publish: Callable[[Sequence], bool]) -> None:
         """Return deferred requests to their lines.
 
-        This happens if the leader has processed the shared tokens, if the leader will not publish them, or if the
-        request has waited so long that no other request may overtake it. O(leaders) if no request returns.
+        This happens if the leader has processed the shared tokens, or will not publish them. O(leaders) if no request
+        returns.
         """
         if not self._followers:
             return
         for group in list(self._followers.values()):
             leader, goes_on = group.leader, will_publish(group.leader)
-            least_aged = self._max_wait is not None and now - group.arrived >= self._max_wait
-            if goes_on and leader.fed < group.least and not least_aged:
+            if goes_on and leader.fed < group.least:
                 continue
             del self._followers[leader.id]
             for seq in group.members.values():
                 until = seq._awaits[1] if seq._awaits is not None else 0
-                if goes_on and leader.fed < until and not self.is_aged(seq, now):
+                if goes_on and leader.fed < until:
                     self._follow(seq, leader, until)
                 else:
                     seq._awaits = None
@@ -223,20 +202,10 @@ class WaitingQueue:
         """Note that different requests of the tenant may start now."""
         if tenant in self._lines:
             self._best.change(tenant)
-            if self._max_wait is not None:  # `_oldest` is used only with a bound
-                self._oldest.change(tenant)
 
-    def peek(self, facts: Facts, now: int, may_start: Callable[[Sequence], bool]) -> Sequence | None:
-        """Return the next request in step `now` that may start, or None."""
-        if self._max_wait is not None:
-            oldest = self._oldest.first(by_id, may_start)
-            if oldest is not None and self.is_aged(oldest, now):
-                return oldest
+    def peek(self, facts: Facts, may_start: Callable[[Sequence], bool]) -> Sequence | None:
+        """Return the next request that may start, or None."""
         return self._best.first(lambda seq: self._policy.key(seq, facts), may_start)
-
-    def is_aged(self, seq: Sequence, now: int) -> bool:
-        """Return true if `seq` has waited so long that no later request may overtake it."""
-        return self._max_wait is not None and now - seq._arrived >= self._max_wait
 
     def summary(self) -> dict[str, Any]:
         """Return the values that `Scheduler.check` compares with a queue rebuilt from the sequences."""
@@ -244,7 +213,6 @@ class WaitingQueue:
         return {
             "waiting requests": {tenant: sorted(line.live) for tenant, line in lines},
             "their ranks": {tenant: sorted(line.ranks()) for tenant, line in lines},
-            "requests in the order of arrival": {tenant: sorted({*line.ids} & {*line.live}) for tenant, line in lines},
             "requests counted by quotas": {tenant: sorted(line.counted) for tenant, line in lines},
             "preempted requests": sorted(self.preempted),
             "deferred requests": {leader: sorted(group.members) for leader, group in self._followers.items()},
@@ -266,7 +234,6 @@ class WaitingQueue:
         else:
             del self._lines[seq.tenant]
             self._best.forget(seq.tenant)
-            self._oldest.forget(seq.tenant)
 
     def _follow(self, seq: Sequence, leader: Sequence, until: int) -> None:
         group = self._followers.get(leader.id)
@@ -276,6 +243,3 @@ class WaitingQueue:
 
     def _heads(self, tenant: Any) -> list[Sequence]:
         return self._lines[tenant].heads() if tenant in self._lines else []
-
-    def _first_come(self, tenant: Any) -> list[Sequence]:
-        return self._lines[tenant].oldest() if tenant in self._lines else []

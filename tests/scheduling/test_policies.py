@@ -1,6 +1,4 @@
-"""Policies: order of requests, quotas, the bound on waiting, whole-request admission."""
-
-from math import ceil
+"""Policies: order of requests and quotas."""
 
 import pytest
 from refusals import refuses
@@ -106,47 +104,8 @@ def test_a_quota_limits_its_tenant_and_no_other():
     assert 3 in scheduler.schedule().seq_ids
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_no_request_waits_longer_than_the_bound(policy):
-    """A request waits at most for `max_wait_steps`, then until active requests end, even if newer ones are preferred.
-
-    Active requests need at most their tokens times 2 * ceil(active / places) steps.
-    """
-    wait, limit, places = 30, 12, 2
-    config = {"max_wait_steps": wait, "max_sequences": 4, "max_batch_sequences": places}
-    scheduler = make(policy=policy, cache=True, **config)
-    for _ in range(6):
-        scheduler.add_request([1] * 9, limit, priority=0, tenant="favourite")
-    slow = scheduler.add_request([2] * 9, limit, priority=9, tenant="other")
-    bound = wait + limit * 2 * ceil(4 / places)
-    for number in range(bound):
-        while scheduler.waiting_count < 6:
-            scheduler.add_request([1] * 9, limit, priority=0, tenant=f"new {number}")
-        step(scheduler)
-        if scheduler.get_sequence(slow).fed:
-            break
-    assert scheduler.get_sequence(slow).fed
-
-
-def test_a_request_at_the_waiting_bound_is_not_preempted_for_later_ones():
-    scheduler = make(8, max_wait_steps=5, max_sequences=2)
-    scheduler.add_request([1] * 8, 20, priority=0)
-    scheduler.add_request([1] * 8, 20, priority=0)
-    slow = scheduler.add_request([2] * 8, 20, priority=9)
-    while scheduler.total_count:
-        if scheduler.waiting_count < 3 and scheduler.num_steps < 100:
-            scheduler.add_request([1] * 8, 20, priority=0)
-        step(scheduler)
-        if scheduler.get_sequence(slow) is None:
-            break
-        for seq in scheduler.drain_finished():
-            if seq.id == slow:
-                assert seq.num_preemptions == 0
-    assert scheduler.get_sequence(slow) is None and scheduler.num_steps < 100
-
-
-def test_without_a_bound_priority_is_strict():
-    scheduler = make(max_sequences=1, max_wait_steps=None)
+def test_a_priority_is_strict():
+    scheduler = make(max_sequences=1)
     slow = scheduler.add_request([2] * 4, 8, priority=9)
     for _ in range(60):
         scheduler.add_request([1] * 4, 6, priority=0)
@@ -170,7 +129,6 @@ def test_a_line_from_which_most_are_removed_keeps_its_order(lane):
     ("name", "value", "error"),
     [
         ("policy", None, ValueError),
-        ("max_wait_steps", 0, ValueError),
         ("lookahead", -1, ValueError),
         ("lookahead", 1.5, TypeError),
         ("tenants", {"a": 3}, TypeError),

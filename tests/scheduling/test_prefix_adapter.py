@@ -140,9 +140,9 @@ def test_a_sequence_replaces_unreachable_cached_blocks_of_the_same_tokens():
 
 def test_a_prompt_computed_by_two_sequences_stays_cached_while_one_of_them_runs():
     """First the blocks of the first sequence are cached. After it ends, the cache has the blocks of the second."""
-    scheduler, cache = make(16, cache_policy="lru", max_wait_steps=1)  # neither request waits for the other
+    scheduler, cache = make(16, cache_policy="lru")
     for end in (15, 40):
-        scheduler.add_request([*range(8)], end)
+        scheduler.add_request([*range(8)], end, reads_cache=False)  # neither request waits for the other
     while len(scheduler.drain_finished()) == 0:
         batch = scheduler.schedule()
         scheduler.commit(batch, batch.seq_ids)

@@ -176,13 +176,6 @@ def test_waiting_requests_continue_when_the_first_is_preempted():
     run(scheduler)
 
 
-def test_a_request_waits_for_others_at_most_max_wait_steps():
-    scheduler, _ = make(max_prefill_tokens=4, max_wait_steps=3)
-    for _ in range(2):
-        scheduler.add_request([5] * 40, 41)
-    assert [step(scheduler).seq_ids for _ in range(3)] == [[1], [1], [1, 2]]
-
-
 @examples(60)
 @given(st.integers(0, 2**32))
 def test_keys_and_values_are_right_with_random_waiting_requests(seed):
@@ -195,7 +188,6 @@ def test_keys_and_values_are_right_with_random_waiting_requests(seed):
         max_batch_tokens=rng.choice([8, 24]),
         max_prefill_tokens=rng.choice([4, 7, 16]),
         max_batch_sequences=rng.choice([2, 8]),
-        max_wait_steps=rng.choice([None, 5, 10_000]),
         policy=rng.choice(sorted(POLICIES)),
         tenants={0: Tenant(max_blocks=16)},
     )

@@ -17,10 +17,10 @@ TENANTS = st.integers(0, 5)
 class WaitingMachine(RuleBasedStateMachine):
     """The queue against a plain list. `room`, `counters` and `found` are the answers of the callbacks per request."""
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), max_wait=st.sampled_from([None, 3, 10, 1000]))
-    def begin(self, policy, max_wait):
-        self.policy, self.max_wait = POLICIES[policy], max_wait
-        self.queue = WaitingQueue(self.policy, max_wait)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, policy):
+        self.policy = POLICIES[policy]
+        self.queue = WaitingQueue(self.policy)
         self.waiting = {}
         self.away = []  # removed requests, which may return
         self.room = dict.fromkeys(range(6), 3)
@@ -28,7 +28,6 @@ class WaitingMachine(RuleBasedStateMachine):
         self.leaders = [Sequence(1000 + number, [1], 2) for number in range(3)]
         self.deferred = {}  # by id: the leader, and the position that it must reach
         self.stopped = set()  # leaders that publish nothing more
-        self.now = 0
         self.next_id = 1
 
     def served(self, tenant):
@@ -42,7 +41,6 @@ class WaitingMachine(RuleBasedStateMachine):
         seq = Sequence(self.next_id, [1], size, priority, tenant)
         seq._counted = counted
         seq._rank = self.policy.rank(seq)
-        seq._arrived = self.now
         self.next_id += 1
         self.queue.push(seq)
         self.waiting[seq.id] = seq
@@ -59,14 +57,14 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @rule()
     def admit_and_remove(self):
-        seq = self.queue.peek(self, self.now, self.may_start)
+        seq = self.queue.peek(self, self.may_start)
         if seq is not None:
             self.queue.remove(self.waiting.pop(seq.id))
             self.away.append(seq)
 
     @rule(leader=st.integers(0, 2), tokens=st.integers(1, 9))
     def defer(self, leader, tokens):
-        seq = self.queue.peek(self, self.now, self.may_start)
+        seq = self.queue.peek(self, self.may_start)
         if seq is not None:
             self.deferred[seq.id] = self.leaders[leader], self.leaders[leader].fed + tokens
             self.queue.defer(seq, *self.deferred[seq.id])
@@ -78,10 +76,9 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(leader=st.integers(0, 2), stops=st.booleans())
     def resume(self, leader, stops):
         self.stopped = {self.leaders[leader]} if stops else set()
-        self.queue.resume(self.now, lambda leader: leader not in self.stopped)
+        self.queue.resume(lambda leader: leader not in self.stopped)
         for seq_id, (leader, until) in list(self.deferred.items()):
-            is_aged = self.queue.is_aged(self.waiting[seq_id], self.now)
-            if leader in self.stopped or leader.fed >= until or is_aged:
+            if leader in self.stopped or leader.fed >= until:
                 del self.deferred[seq_id]
 
     @rule()
@@ -100,10 +97,6 @@ class WaitingMachine(RuleBasedStateMachine):
     def charge(self, tenant, tokens):
         self.counters[tenant] += tokens
 
-    @rule(steps=st.integers(1, 4))
-    def time(self, steps):
-        self.now += steps
-
     @invariant()
     def whoever_is_next_of_all(self):
         if not hasattr(self, "queue"):
@@ -114,15 +107,11 @@ class WaitingMachine(RuleBasedStateMachine):
         for seq in sorted(in_line, key=lambda seq: seq._rank):
             lines.setdefault(seq.tenant, []).append(seq)
         counted = [[seq for seq in line if seq._counted] for line in lines.values()]
-        oldest = [min(line, key=lambda seq: seq.id) for line in [*lines.values(), *counted] if line]
-        aged = [seq for seq in oldest if self.queue.is_aged(seq, self.now) and self.may_start(seq)]
         heads = [seq for line in lines.values() for seq in line[:1]]
         heads += [line[0] for line in counted if line and line[0] not in heads]
         heads = [seq for seq in heads if self.may_start(seq)]
-        expected = min(aged, key=lambda seq: seq.id, default=None)
-        if expected is None:
-            expected = min(heads, key=lambda seq: self.policy.key(seq, self), default=None)
-        assert self.queue.peek(self, self.now, self.may_start) is expected
+        expected = min(heads, key=lambda seq: self.policy.key(seq, self), default=None)
+        assert self.queue.peek(self, self.may_start) is expected
 
 
 class TestWaitingMachine(WaitingMachine.TestCase):
@@ -160,20 +149,20 @@ def test_unchanged_waiting_requests_are_not_checked_in_every_step(policy, quota,
 
 
 def test_many_changes_leave_no_more_entries_than_tenants_that_wait():
-    queue = WaitingQueue(POLICIES["fcfs"], 10)
+    queue = WaitingQueue(POLICIES["fcfs"])
     seqs = [Sequence(number, [1], 1, 0, number % 7) for number in range(1, 8)]
     for seq in seqs:
-        seq._rank = (1, 0, seq.id)
+        seq._rank = (0, seq.id)
         queue.push(seq)
     for _ in range(2000):
         for tenant in range(7):
             queue.change(tenant)
-        assert queue.peek(None, 0, lambda seq: True) is seqs[0]
+        assert queue.peek(None, lambda seq: True) is seqs[0]
     assert len(queue._best._heap) <= 2 * 7 + 64 + 7
 
 
 def waiting_line(policy, count, tenant=None):
-    queue = WaitingQueue(POLICIES[policy], None)
+    queue = WaitingQueue(POLICIES[policy])
     seqs = [Sequence(number, [1], 1, 0, tenant) for number in range(1, count + 1)]
     for seq in seqs:
         seq._rank = POLICIES[policy].rank(seq)
@@ -181,15 +170,12 @@ def waiting_line(policy, count, tenant=None):
     return queue, seqs
 
 
-@pytest.mark.parametrize("aged", [False, True])
 @pytest.mark.parametrize("place", [0, 20, 39])
-def test_a_request_that_is_removed_and_queued_again_is_listed_once(place, aged):
+def test_a_request_that_is_removed_and_queued_again_is_listed_once(place):
     queue, seqs = waiting_line("fcfs", 40)
     queue._heads(None)
     back = seqs[place]
     queue.remove(back)
-    if aged:
-        back._rank = (0, 0, back.id)
     queue.push(back)
     assert queue._heads(None) == sorted(seqs, key=lambda seq: seq._rank)[:1]
     for seq in seqs[:8]:
@@ -197,9 +183,8 @@ def test_a_request_that_is_removed_and_queued_again_is_listed_once(place, aged):
     assert queue._heads(None) == sorted(seqs[8:], key=lambda seq: seq._rank)[:1]
 
 
-@pytest.mark.parametrize("max_wait", [None, 10])
-def test_names_of_ended_tenants_are_not_kept(max_wait):
-    scheduler = Scheduler(SchedulerConfig(max_sequences=1, max_wait_steps=max_wait))
+def test_names_of_ended_tenants_are_not_kept():
+    scheduler = Scheduler(SchedulerConfig(max_sequences=1))
     runs = scheduler.add_request([1], 10**6)
     waiting = scheduler._waiting
     scheduler.schedule()
@@ -212,14 +197,12 @@ def test_names_of_ended_tenants_are_not_kept(max_wait):
         scheduler.add_request([1] * 8, 9, tenant=number)
         scheduler.commit(scheduler.schedule(), [1])
     assert scheduler.total_count == len(scheduler.drain_finished())
-    for turns in (waiting._best, waiting._oldest):
-        assert (turns._changed, turns._entries) == ({}, {})
-        assert len(turns._heap) <= 64
+    assert (waiting._best._changed, waiting._best._entries) == ({}, {})
+    assert len(waiting._best._heap) <= 64
 
 
-@pytest.mark.parametrize("max_wait", [None, 10_000])
-def test_a_preempted_request_resumes_before_requests_blocked_by_its_quota(max_wait):
-    config = SchedulerConfig(block_size=4, max_wait_steps=max_wait, tenants={"t": Tenant(max_blocks=5)})
+def test_a_preempted_request_resumes_before_requests_blocked_by_its_quota():
+    config = SchedulerConfig(block_size=4, tenants={"t": Tenant(max_blocks=5)})
     scheduler = Scheduler(config, BlockAllocator(8))
     scheduler.add_request([1] * 4, 20, priority=2, tenant="t")
     preempted = scheduler.add_request([1] * 8, 20, priority=1, tenant="t")
@@ -234,16 +217,3 @@ def test_a_preempted_request_resumes_before_requests_blocked_by_its_quota(max_wa
         scheduler.commit(batch, [7] * len(batch.seq_ids))
     assert kept_out
     assert not scheduler.has_work
-
-
-def test_an_aged_preempted_request_precedes_later_requests():
-    queue = WaitingQueue(POLICIES["priority"], 10)
-    seqs = [Sequence(number, [1], 1, 0, tenant) for number, tenant in enumerate("ttu", 1)]
-    seqs[1]._counted = True
-    for seq in seqs:
-        seq._rank = POLICIES["priority"].rank(seq)
-        queue.push(seq)
-    assert queue.peek(None, 99, lambda seq: seq is not seqs[0]) is seqs[1]
-    assert queue.peek(None, 0, lambda seq: seq is not seqs[0]) is seqs[1]
-    queue.remove(seqs[1])
-    assert queue.peek(None, 99, lambda seq: seq is not seqs[0]) is seqs[2]
