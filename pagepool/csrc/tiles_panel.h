@@ -83,23 +83,32 @@ static void pack_tiles(const panel_run *run, const pp_panel *panel, const pp_chu
     }
 }
 
-/* Scales the scores of a row if softmax does not, and applies soft cap, ALiBi and mask. */
-static __attribute__((noinline)) void bend_row(const pp_panel *panel, int r) {
+/* Multiplies the scores of a row by the scale, if softmax does not. */
+static __attribute__((noinline)) void scale_row(const pp_panel *panel, int r) {
     float *s = panel->to->s + r * PP_SCORE_STEP;
     const pp_v scale = v_set1(panel->call->tile.scale);
-    for (int t = panel->first; t < panel->end; t++) {
-        float *at = s + t * PP_TILE;
-        if (panel->call->bends)
-            for (int i = 0; i < PP_TILE; i += PP_LANES) v_store(at + i, v_mul(v_load(at + i), scale));
-        if (panel->call->bends || !panel->whole[t]) bend_scores(panel, r, t, at);
-    }
+    for (int i = panel->first * PP_TILE; i < panel->end * PP_TILE; i += PP_LANES)
+        v_store(s + i, v_mul(v_load(s + i), scale));
 }
+
+/* Scales the scores of a row if softmax does not, and applies soft cap, ALiBi and mask. */
+static __attribute__((noinline)) void bend_row(const pp_panel *panel, int r) {
+    if (panel->call->bends) scale_row(panel, r);
+    for (int t = panel->first; t < panel->end; t++)
+        if (panel->call->bends || !panel->whole[t])
+            bend_scores(panel, r, t, panel->to->s + r * PP_SCORE_STEP + t * PP_TILE);
+}
+
+/* Softmax computes 2^(score * factor - m) with one rounding, but m is rounded: it differs from the largest product by
+ * up to half a unit in its last place.  From this size of m on, which no model reaches, the difference could make
+ * weights overflow.  The products are then rounded as m is. */
+#define PP_M_OF_ROUNDED_SCORES 0x1p28f
 
 /* State of the softmax of a panel: the next item is tile `tile` of row `row`. */
 typedef struct tile_softmax {
     const pp_panel *panel;
     int row, tile;
-    float m;
+    float m, factor;
     pp_v sum[PP_GROUP / PP_LANES];
 } tile_softmax;
 
@@ -131,12 +140,17 @@ PP_INLINE void softmax_item(const int PARTS, const int TILES, tile_softmax *x) {
             PP_UNROLL for (int j = 0; j < PP_TILE / PP_LANES; j++)
                 highest[j] = v_max(v_load(s + t * PP_TILE + j * PP_LANES), highest[j]); /* ignores NaN */
         for (int j = 1; j < PP_TILE / PP_LANES; j++) highest[0] = v_max(highest[j], highest[0]);
-        const float m = v_highest(highest[0]) * panel->call->factor;
+        x->factor = panel->call->factor;
+        const float m = v_highest(highest[0]) * x->factor;
         x->m = m > -FLT_MAX ? m : -FLT_MAX; /* -inf - (-inf) is NaN */
+        if (fabsf(m) >= PP_M_OF_ROUNDED_SCORES && !panel->call->bends) {
+            scale_row(panel, r);
+            x->factor = 1.0f;
+        }
         for (int j = 0; j < PP_GROUP / PP_LANES; j++) x->sum[j] = v_set1(0.0f);
     }
     const int from = x->tile, end = from + TILES < panel->end ? from + TILES : panel->end;
-    const pp_v factor = v_set1(panel->call->factor), shift = v_set1(-x->m);
+    const pp_v factor = v_set1(x->factor), shift = v_set1(-x->m);
     pp_v sum[PP_GROUP / PP_LANES];
     PP_UNROLL for (int j = 0; j < PP_GROUP / PP_LANES; j++) sum[j] = x->sum[j];
     if (end - from == TILES)

@@ -39,7 +39,8 @@ of the pages, bfloat16 or float16: each is what is left, cut off after 8 bits; o
     4 cap     with a soft cap, an ALiBi slope or in_base_2(sm_scale) <= 0, the score is multiplied by
               in_base_2(sm_scale), bent as in steps 4 and 5, and factor is 1. Else factor is in_base_2(sm_scale)
     6 shift   one for the chunk: m = the largest score * factor of all its tokens, at least -LARGEST
-    7 weight  p[t] = 2^fma(score[t], factor, -m)
+    7 weight  p[t] = 2^fma(score[t], factor, -m). If |m| >= 2^28, each score is multiplied by factor first and factor is
+              1: otherwise the rounding of m could make p[t] more than 2^8
     8 sum     of the parts of p, the smaller first: l[i] = (l[i] + part of p[2i+1]) + part of p[2i]. Blocks add p in
               "bf16x2", and its one part in "bf16"
     9 values  for each tile, ascending: o[d] = tile_dot(o[d], part of p, part of V[.][d]), in the same order of parts; a
@@ -93,6 +94,7 @@ CHUNK = 512
 TILE = 32
 LANES = 16
 SLACK = 8.0
+M_OF_ROUNDED_SCORES = 2.0**28
 PARTS = {"bfloat16": 1, "float16": 2, "float32": 3}  # bfloat16 numbers whose sum can be any number of the dtype
 MOST = 32512
 LEAST_QUANTISED = 2.0**-100
@@ -286,6 +288,8 @@ def _chunk_of_tiles(head: Head, tokens: list[int]) -> Partial:
                 score = tile_dot(score, [x[i] for x in q[d : d + TILE]], [x[j] for x in k[d : d + TILE]])
         scores[t] = _transformed(head, t, f32(score * head.scale)) if bends else score
     m = _maximum(-LARGEST, *(f32(score * factor) for score in scores.values()))
+    if abs(m) >= M_OF_ROUNDED_SCORES:
+        scores, factor = {t: f32(score * factor) for t, score in scores.items()}, 1.0
     o, sums = [0.0 for _ in dims], [0.0] * LANES
     for seen in _split(tokens, TILE):
         lanes = [0.0] * TILE

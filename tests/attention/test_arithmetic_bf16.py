@@ -314,6 +314,19 @@ def test_a_scale_of_any_sign_follows_the_canonical_order():
         assert_canonical(case, {"sm_scale": sm_scale, "arithmetic": "bf16x2"})
 
 
+@pytest.mark.one_in(1)
+@both
+def test_scores_of_any_size_follow_the_canonical_order(arithmetic):
+    """Rounding of large scores moves them by more than 2^x can take, and some products overflow: 2e38 * 3 is inf."""
+    layout = layout_of(1, 24)
+    [(k, v)] = random_kv(layout, [70])
+    for sign in (1, -1):  # all scores of the second sequence have one sign
+        case = make_case(layout, 2, [70, 40], kv=[(k, v), (np.full_like(k[:40], sign), v[:40])])
+        case.q[1] = abs(case.q[1])
+        for sm_scale in (2.0**24, 2.0**26, 2.0**31, 1e20, 1e37, 2e38):
+            assert_canonical(case, {"sm_scale": sm_scale, "arithmetic": arithmetic})
+
+
 @pytest.mark.one_in(1)  # AMX computes a chunk with such values query by query, in few of the cases
 @both
 @every_page
