@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 NOX := $(VENV)/bin/nox -s
 # What plain Python says of the canonical order is worked out once for all builds.
 export PAGEPOOL_TEST_ANSWERS ?= $(CURDIR)/build/answers
-SESSIONS := test-torch test-models test-clients test-transfer test-ray debug clang san-c san-python san-threads aarch64 \
+SESSIONS := test-torch test-models test-clients test-transfer test-ray test-vllm debug clang san-c san-python san-threads aarch64 \
 	wheel test-wheel test-sdist test-free-threaded manylinux cibuildwheel workflows
 
 .PHONY: help demo demo-generate test test-all test-kernels ci-models ci-kernels cluster-demo load-test model-test preemption-test pool-test store-test build \

@@ -121,6 +121,13 @@ def test_transfer(session):
     run_in(session, "-rP", "tests/transfer/test_transfer_processes.py")
 
 
+@nox.session(name="test-vllm")
+def test_vllm(session):
+    """The eviction policy in vLLM's own manager."""
+    install(session, "run", "test", without_dependencies=[WITH_TORCH], options=(*WITH_TORCH[:-1], VLLM))
+    run_in(session, "tests/integrations/test_vllm.py")
+
+
 @nox.session(name="test-ray")
 def test_ray(session):
     """Engines behind one front end, by Ray: streams, and processes that are killed."""

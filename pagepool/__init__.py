@@ -37,6 +37,7 @@ from pagepool.prefix import (
     PrefixCache,
     StateCheckpoints,
 )
+from pagepool.prefix.eviction import EvictionPolicy
 from pagepool.scheduling import (
     ScheduledBatch,
     Scheduler,
@@ -56,6 +57,7 @@ __all__ = [
     "BlockTables",
     "Engine",
     "EngineClosed",
+    "EvictionPolicy",
     "Generation",
     "HybridSequence",
     "InvalidBlock",

@@ -1,5 +1,5 @@
 cimport cython
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport CachedRefs
@@ -105,3 +105,39 @@ cdef class CachedBlocks(BlockOrder):
     # `PrefixCache.touch`. The tree must have room for n + 1 nodes.
     cdef int64_t c_pass(self, int32_t root, const int32_t *tokens, int64_t n) noexcept
     cdef str audit(self)
+
+
+# An order with its own counts of holders.
+cdef class HeldOrder(BlockOrder):
+    #   num_held = blocks whose entry of `holds` is not 0; a block that is not cached has 0
+    cdef PageBuffer memory
+    cdef int32_t *holds
+    cdef int32_t num_held
+
+    cdef void c_hold(self, int32_t block) noexcept
+    cdef void c_release(self, int32_t block) noexcept
+
+
+cdef class EvictionPolicy:
+    #   num_cached + num_spare = num_used <= capacity: blocks are numbers here, those in use were used at least once
+    #   keys[block] = the key of a cached block, and None for any other
+    #   known[key] = (serial << 32) + node for each key of a live node; entries of other nodes are removed later
+    # The only token of a node is its serial number: no other node of the same number had it.
+    cdef HeldOrder order
+    cdef readonly int64_t capacity
+    cdef readonly str policy
+    cdef dict known
+    cdef list keys
+    cdef PageBuffer memory
+    cdef int32_t *spare
+    cdef int32_t num_spare
+    cdef int32_t num_used
+    cdef uint32_t serial
+
+    # The live node of a key, or -1.
+    cdef int32_t node_of(self, bytes key) except -2
+    # The block of a cached key; raises KeyError.
+    cdef int32_t block_of(self, bytes key) except -1
+    cdef void c_drop(self, int32_t node) noexcept
+    cdef int start(self) except -1
+    cdef int forget_dead(self) except -1

@@ -8,7 +8,7 @@ checks the whole list once.
 """
 
 cimport cython
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
 from pagepool.csrc cimport PP_OK
@@ -26,12 +26,16 @@ from pagepool.prefix.radix_tree cimport (
     list_is_sound,
     list_push,
     list_remove,
+    pause_collector,
+    resume_collector,
 )
 
+from pagepool._arguments import integer
+from pagepool.errors import PoolError, PoolExhausted, refuse_copy
 from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.policies import LruPolicy
 
-__all__ = ["POLICIES"]
+__all__ = ["POLICIES", "EvictionPolicy"]
 
 POLICIES = {
     "lru": LruPolicy,
@@ -354,3 +358,291 @@ cdef class CachedBlocks(BlockOrder):
         if self.inserted - self.evicted - self.cleared != cached:
             return f"{self.inserted} inserted - {self.evicted} evicted - {self.cleared} cleared are not {cached}"
         return self.refs.audit(cached)
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class HeldOrder(BlockOrder):
+    """An order with its own counts of holders. Internal."""
+
+    def __cinit__(self, NodeTable tree, int64_t num_blocks, str policy):
+        self.memory = PageBuffer(num_blocks, "i")
+        self.holds = <int32_t *>self.memory.base
+
+    cdef bint c_in_use(self, int32_t node) noexcept:
+        return self.holds[self.tree.nodes[node].block] != 0
+
+    cdef bint c_has_idle(self) noexcept:
+        return self.num_cached > self.num_held
+
+    cdef void c_hold(self, int32_t block) noexcept:
+        self.num_held += self.holds[block] == 0
+        self.holds[block] += 1
+
+    cdef void c_release(self, int32_t block) noexcept:
+        self.holds[block] -= 1
+        self.num_held -= self.holds[block] == 0
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class EvictionPolicy:
+    """EvictionPolicy(policy, capacity)\n--\n
+    The eviction order of `PrefixCache` for a cache that knows its blocks by opaque keys.
+
+    It has no memory of its own to give out: the cache calls `insert` for a block that it begins to keep, `touch` for
+    one that a request has found, and `evict` when it needs room. "gittins" learns from the order of the calls. So pass
+    all blocks of a request without others in between, the first block of the prompt first. The policy also remembers
+    keys that were evicted, up to four times `capacity`. Any number of threads may call it.
+
+    Parameters
+    ----------
+    policy : {"gittins", "lru"}
+        As in `PrefixCache`.
+    capacity : int
+        The highest number of cached keys.
+
+    Attributes
+    ----------
+    policy : str
+    capacity : int
+
+    Raises
+    ------
+    ValueError
+        Another policy, or a capacity that is not from 1 to 2**31 - 1.
+
+    Examples
+    --------
+    >>> policy = EvictionPolicy("lru", 3)
+    >>> policy.insert(b"a")
+    >>> policy.insert(b"ab", b"a")
+    >>> policy.insert(b"x")
+    >>> policy.touch(b"a")
+    >>> policy.evict(1), policy.evict(1, protected={b"x"}), policy.evict(2)
+    ([b'ab'], [b'a'], None)
+    >>> len(policy), b"x" in policy
+    (1, True)
+    """
+
+    def __cinit__(self, str policy not None, capacity):
+        self.capacity = integer("capacity", capacity, 1, INT32_MAX)
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        self.policy = policy
+        self.memory = PageBuffer(self.capacity, "i")
+        self.spare = <int32_t *>self.memory.base
+        self.order = HeldOrder(NodeTable(1), self.capacity, policy)
+        self.start()
+
+    def __reduce__(self):
+        refuse_copy(self)
+
+    def __len__(self):
+        return self.order.num_cached
+
+    def __contains__(self, bytes key not None):
+        with cython.critical_section(self):
+            node = self.node_of(key)
+            return node >= 0 and self.order.tree.nodes[node].block >= 0
+
+    def __repr__(self):
+        return f"<{type(self).__name__} {self.policy}: {len(self)} of {self.capacity} keys>"
+
+    def insert(self, bytes key not None, bytes parent=None):
+        """Note that the block of `key` is cached now. This is its first use, or one more use of an evicted key.
+
+        Parameters
+        ----------
+        key : bytes
+        parent : bytes or None
+            The key of the block before it in the prompt, None for the first block. "gittins" evicts a block after the
+            cached blocks behind it. A parent that the policy does not remember is as good as None.
+
+        Raises
+        ------
+        ValueError
+            `key` is cached already, or its own parent.
+        PoolExhausted
+            `capacity` keys are cached.
+        """
+        cdef HeldOrder order = self.order
+        cdef NodeTable tree = order.tree
+        cdef int32_t node, block, above = -1
+        cdef int paused
+        if key == parent:
+            raise ValueError(f"the key {key!r} is its own parent")
+        with cython.critical_section(self):
+            node = self.node_of(key)
+            if node >= 0 and tree.nodes[node].block >= 0:
+                raise ValueError(f"the key {key!r} is cached already")
+            if order.num_cached == self.capacity:
+                raise PoolExhausted(f"all {self.capacity} keys are cached: evict one before the next is inserted")
+            paused = pause_collector()
+            try:
+                self.forget_dead()
+                tree.reserve(2)
+                if parent is not None:
+                    above = self.node_of(parent)
+                if node < 0 or (above >= 0 and tree.nodes[node].parent != above):
+                    if above < 0:
+                        above = tree.root((b"", b""))
+                    self.serial += 1
+                    node = tree.c_add(above, <const int32_t *>&self.serial)
+                    try:
+                        self.known[key] = (<uint64_t>self.serial << 32) + <uint32_t>node
+                    except BaseException:
+                        tree.c_collect(node)
+                        raise
+                if self.num_spare:
+                    self.num_spare -= 1
+                    block = self.spare[self.num_spare]
+                else:
+                    block = self.num_used
+                    self.num_used += 1
+                self.keys[block] = key
+                order.c_enter(node, block)
+            finally:
+                resume_collector(paused)
+
+    def touch(self, bytes key not None):
+        """Note a use of a cached key. Raises `KeyError` if it is not cached."""
+        with cython.critical_section(self):
+            self.order.c_touch(self.order.node_of[self.block_of(key)] - 1)
+
+    def hold(self, bytes key not None):
+        """Keep a cached key from being evicted, until `release` was called as often. Raises `KeyError`."""
+        with cython.critical_section(self):
+            block = self.block_of(key)
+            if self.order.holds[block] == INT32_MAX:
+                raise ValueError(f"the key {key!r} is held {INT32_MAX} times")
+            self.order.c_hold(block)
+
+    def release(self, bytes key not None):
+        """Take back one call of `hold`. Raises `KeyError`, or `ValueError` if the key is not held."""
+        with cython.critical_section(self):
+            block = self.block_of(key)
+            if self.order.holds[block] == 0:
+                raise ValueError(f"the key {key!r} is not held")
+            self.order.c_release(block)
+
+    def remove(self, bytes key not None):
+        """Note that a block is no longer cached, held or not, for a reason of its cache. Raises `KeyError`."""
+        with cython.critical_section(self):
+            self.c_drop(self.order.node_of[self.block_of(key)] - 1)
+
+    def evict(self, n, protected=()):
+        """Choose `n` cached keys, which are not cached from then on: exactly `n`, or none.
+
+        Parameters
+        ----------
+        n : int
+            At least 0.
+        protected : iterable of bytes
+            Keys to leave alone, cached or not, in addition to those that are held.
+
+        Returns
+        -------
+        list of bytes, or None
+            The keys in the order in which they were chosen. None, and nothing has changed, if there are fewer than `n`.
+        """
+        cdef HeldOrder order = self.order
+        cdef Py_ssize_t count = integer("n", n, 0), i
+        cdef int32_t node
+        cdef bint all_seen = False
+        cdef int paused
+        named = list(protected)
+        with cython.critical_section(self):
+            paused = pause_collector()
+            try:
+                if count > order.num_cached:
+                    return None
+                chosen, kept = [None] * count, []
+                for key in named:
+                    node = self.node_of(key)
+                    if node >= 0 and order.tree.nodes[node].block >= 0:
+                        kept.append(order.tree.nodes[node].block)
+                for i in range(len(kept)):
+                    order.c_hold(kept[i])
+                if count > order.num_cached - order.num_held:
+                    chosen = None
+                    count = 0
+                for i in range(count):
+                    node = order.c_victim(&all_seen)
+                    chosen[i] = self.keys[order.tree.nodes[node].block]
+                    self.c_drop(node)
+                for i in range(len(kept)):
+                    order.c_release(kept[i])
+                return chosen
+            finally:
+                resume_collector(paused)
+
+    def clear(self):
+        """Forget all keys, cached, held or evicted, and all that was learnt."""
+        with cython.critical_section(self):
+            self.start()
+
+    def check(self):
+        """Audit the order and the keys. Raises `PoolError` with the first broken invariant. O(capacity)."""
+        cdef HeldOrder order = self.order
+        cdef int32_t block, held = 0, cached = 0
+        with cython.critical_section(self):
+            broken = order.audit_order()
+            for block in range(self.num_used):
+                held += order.holds[block] != 0
+                if self.keys[block] is not None:
+                    cached += 1
+                    if self.node_of(self.keys[block]) != order.node_of[block] - 1:
+                        broken = broken or f"the key of block {block} leads to another node"
+                elif order.node_of[block] or order.holds[block]:
+                    broken = broken or f"block {block} is cached or held, and has no key"
+            if held != order.num_held or cached != order.num_cached or cached + self.num_spare != self.num_used:
+                broken = broken or (
+                    f"{cached} keys, {held} of them held, and {self.num_spare} spare blocks do not fit "
+                    f"{order.num_cached}, {order.num_held} and {self.num_used} blocks"
+                )
+        if broken is not None:
+            raise PoolError(f"broken invariant: {broken}")
+
+    cdef int32_t node_of(self, bytes key) except -2:
+        cdef NodeTable tree = self.order.tree
+        cdef object found = self.known.get(key)
+        cdef uint64_t entry
+        cdef int32_t node
+        if found is None:
+            return -1
+        entry = found
+        node = <int32_t>(entry & INT32_MAX)
+        if node < tree.num_made and tree.nodes[node].alive and <uint32_t>tree.tokens[node] == <uint32_t>(entry >> 32):
+            return node
+        return -1
+
+    cdef int32_t block_of(self, bytes key) except -1:
+        cdef int32_t node = self.node_of(key)
+        if node < 0 or self.order.tree.nodes[node].block < 0:
+            raise KeyError(key)
+        return self.order.tree.nodes[node].block
+
+    cdef void c_drop(self, int32_t node) noexcept:
+        cdef int32_t block = self.order.c_leave(node)
+        while self.order.holds[block]:
+            self.order.c_release(block)
+        self.keys[block] = None
+        self.spare[self.num_spare] = block
+        self.num_spare += 1
+
+    cdef int start(self) except -1:
+        cdef HeldOrder order = self.order
+        keys, known = [None] * self.capacity, {}
+        for block in range(self.num_used):
+            order.node_of[block] = order.holds[block] = 0
+        order.num_held = self.num_spare = self.num_used = 0
+        order.c_clear()
+        self.keys, self.known = keys, known
+        return 0
+
+    cdef int forget_dead(self) except -1:
+        """O(1) for each key, because the table of keys halves at least."""
+        if len(self.known) > 2 * self.order.tree.num_alive + 64:
+            self.known = {key: entry for key, entry in self.known.items() if self.node_of(key) >= 0}
+        return 0

@@ -24,6 +24,7 @@ NAMES = sorted(
 # Modules with an optional dependency; tests skip them without it.
 NEEDS = {
     "pagepool.integrations.transformers": "transformers",
+    "pagepool.integrations.vllm": "vllm",
     "pagepool.cluster.ray.deployments": "ray",
     "pagepool.cluster.ray.routing": "ray",
     "pagepool.serve.access": "starlette",
