@@ -23,10 +23,6 @@ from pagepool.prefix.radix_tree import token_row
 __all__ = ["RULES", "Choice", "Router"]
 
 RULES = ("cost", "prefix")
-# A computed token delays this request, and also later requests if the worker is busy. A simulation of the queues of
-# eight workers compared the rules on the trace mooncake_synthetic: "cost" computed 3.3 % more tokens than "prefix" with
-# weight 1, and 1.2 % more with weight 2.
-COMPUTE_WEIGHT = 2.0
 AVERAGED = 256  # number of choices in the router's averages of prompt tokens and cached tokens
 
 MAX_WORKERS = 65_536
@@ -85,8 +81,9 @@ class Router:
     - evicted: cached tokens that the worker must evict for the prompt. It is load + uncached tokens - room, limited to
       the range from 0 to the uncached tokens.
     - hit_rate: share of cached tokens in recent prompts. It estimates how likely an evicted token is needed again.
-    - weight: 2 + least load of all workers / computed tokens of a recent prompt. Computed tokens also delay later
-      prompts, and the delay affects more prompts while all workers are busy.
+    - weight: 1 + share of busy workers + least load of all workers / computed tokens of a recent prompt. Computed
+      tokens also delay later prompts on the same worker. There are none of these if other workers are idle, and most
+      if all workers are busy.
 
     `hit_rate` and `weight` are measured while the router runs. With the rule "prefix", `choose` takes the worker with
     the longest cached prefix. Both rules break ties by the least load, then by the most room, then by the least recent
@@ -452,7 +449,7 @@ class Router:
         `missing` holds the tokens that each worker has not cached, and `saved` the part of them that moving saves.
         """
         hit_rate = self._cached_tokens / max(1.0, self._prompt_tokens)
-        weight = COMPUTE_WEIGHT + load.min() / max(1.0, self._prompt_tokens - self._cached_tokens)
+        weight = 1.0 + (load > 0).mean() + load.min() / max(1.0, self._prompt_tokens - self._cached_tokens)
         evicted = np.clip(load + missing - room * np.int64(self.block_size), 0, missing)
         cost: NDArray[np.float64] = load + weight * (missing - saved) + hit_rate * evicted
         return cost

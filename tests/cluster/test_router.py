@@ -164,15 +164,22 @@ class Same:
 
 
 def test_a_prompt_goes_where_load_and_computed_tokens_cost_least():
-    """Caches are large enough to avoid evictions. There is an idle worker, so the weight is 2."""
+    """Caches are large enough to avoid evictions. Two of three workers are busy, so the weight is 5/3."""
     router, workers, _ = router_of()
     workers["a"].cache.touch([1, 2, 3, 4, 5, 6])
-    tell(router, workers["a"], load=11, room=1_000)
+    tell(router, workers["a"], load=9, room=1_000)
     tell(router, workers["b"], load=100, room=1_000)
     tell(router, workers["c"], load=0, room=1_000)
-    assert router.choose([1, 2, 3, 4, 5, 6, 7]) == Same("a", 6)  # 11 + 2 * 1 at a, 0 + 2 * 7 at c
-    tell(router, workers["a"], load=13, room=1_000)
-    assert router.choose([1, 2, 3, 4, 5, 6, 8]) == Same("c", 0)  # 13 + 2 * 1 at a
+    assert router.choose([1, 2, 3, 4, 5, 6, 7]) == Same("a", 6)  # 9 + 5/3 * 1 at a, 0 + 5/3 * 7 at c
+    tell(router, workers["a"], load=11, room=1_000)
+    assert router.choose([1, 2, 3, 4, 5, 6, 8]) == Same("c", 0)  # 11 + 5/3 * 1 at a
+
+
+def test_computed_tokens_weigh_less_while_more_workers_are_idle():
+    router, workers, _ = router_of()
+    workers["a"].cache.touch([1, 2, 3, 4, 5, 6])
+    tell(router, workers["a"], load=9, room=1_000)
+    assert router.choose([1, 2, 3, 4, 5, 6, 7]).worker in "bc"  # the weight is 4/3: 9 + 4/3 * 1 at a, 4/3 * 7 there
 
 
 def test_computed_tokens_weigh_more_while_every_worker_is_busy():
@@ -184,7 +191,7 @@ def test_computed_tokens_weigh_more_while_every_worker_is_busy():
     tell(router, workers["a"], load=120, room=1_000)
     tell(router, workers["b"], load=100, room=1_000)
     tell(router, workers["c"], load=100, room=1_000)
-    # The weight is 2 + 100 / 10: 120 + 12 * 1 at a, 100 + 12 * 5 at b and c.
+    # The weight is 1 + 3/3 + 100 / 10: 120 + 12 * 1 at a, 100 + 12 * 5 at b and c.
     assert router.choose([1, 2, 3, 4, 5]) == Same("a", 4)
 
 
@@ -195,17 +202,17 @@ def test_tokens_that_must_be_evicted_cost_as_often_as_recent_prompts_were_cached
     tell(router, workers["a"], load=3, room=1_000)
     tell(router, workers["b"], load=0, room=0)
     tell(router, workers["c"], load=1_000, room=0)
-    # b would evict 6 tokens, but no token of a prompt was cached until now: 0 + 2 * 6 at b, 3 + 2 * 6 at a.
+    # b would evict 6 tokens, but no token of a prompt was cached until now: 0 + 5/3 * 6 at b, 3 + 5/3 * 6 at a.
     assert router.choose([1, 2, 3, 4, *range(10, 16)]) == Same("b", 4)
     tell(router, workers["b"], load=0, room=0)
-    # 40 % of the prompt before was cached: 0 + 2 * 9 + 0.4 * 9 at b, 3 + 2 * 9 at a.
+    # 40 % of the prompt before was cached: 0 + 5/3 * 9 + 0.4 * 9 at b, 3 + 5/3 * 9 at a.
     assert router.choose([1, 2, 3, 4, *range(20, 29)]) == Same("a", 4)
 
 
 @pytest.mark.parametrize(
     ("move_cost", "choice"),
     [
-        (0.25, ("b", 0)),  # b moves 4 tokens and computes 2: 2 * (0.25 * 4 + 2), against 5 + 2 * 2 at a
+        (0.25, ("b", 0)),  # b moves 4 tokens and computes 2: 5/3 * (0.25 * 4 + 2), against 5 + 5/3 * 2 at a
         (1.0, ("a", 4)),  # as if b computed all of them
         (3.0, ("a", 4)),  # b would compute them
     ],
