@@ -7,14 +7,14 @@
 
 #include "os/os.h"
 
-/* Whether the CPU has AMX with bf16, and the system saves the state of tiles. */
+/* Whether the CPU has AMX with bf16 and bytes, and the system saves the state of tiles. */
 static int has_amx(void) {
     enum { STATE = 3 << 17 }; /* of XCR0: configuration and data of tiles */
     unsigned a, b, c, d, low, high;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return 0; /* OSXSAVE */
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     if ((low & STATE) != STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    return (d >> 22 & 1) && (d >> 24 & 1); /* bits AMX-BF16 and AMX-TILE */
+    return (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1); /* bits AMX-BF16, AMX-TILE and AMX-INT8 */
 }
 
 int pp_amx_state(void) {

@@ -223,17 +223,21 @@ typedef struct pp_linear {
     uint16_t *out;
 } pp_linear;
 
-/* Rows of x in a call of pp_linear_quantised, rounded to 8 bits. */
-typedef struct pp_quantised_scale {
-    float scale, scaled_sum; /* scaled_sum = scale * sum */
-    int32_t sum;             /* of the group's integers */
-} pp_quantised_scale;
+/* Rows of x in a call of pp_linear_quantised, rounded to 8 bits.  `height` rows are stored together, group by group.
+ * Rows of q have the PP_QUANTISED_GROUP integers of a group.  Missing rows of the last tile are undefined. */
 typedef struct pp_quantised_rows {
-    pp_quantised_scale *scales; /* (count, groups) */
-    int8_t *q;                  /* (count, inputs) */
-    int64_t count, inputs, groups;
-    int32_t dtype;              /* of x and of the results */
+    int8_t *q;                 /* [tiles][groups][height][32] */
+    float *scale, *scaled_sum; /* [tiles][groups][height]; scaled_sum = scale * sum */
+    int32_t *sum;              /* of a group's integers */
+    int64_t count, groups, height; /* height is PP_QUANTISED_HEIGHT, or less if there are fewer rows */
+    int32_t dtype;             /* of x and of the results */
 } pp_quantised_rows;
+enum { PP_QUANTISED_HEIGHT = 16, PP_QUANTISED_PANEL = 128 /* rows of a call of a kernel, at most */ };
+
+/* Returns the index of a row's first group in the arrays above.  Its next group is `height` later. */
+static inline int64_t pp_place_of_row(const pp_quantised_rows *rows, int64_t row) {
+    return row / rows->height * rows->groups * rows->height + row % rows->height;
+}
 
 typedef struct pp_kernels {
     const char *name;
@@ -268,6 +272,9 @@ typedef struct pp_kernels {
     void (*quantise_x)(const void *x, const pp_quantised_rows *rows, int64_t row);
     void (*linear_quantised)(const pp_quantised *weight, const pp_quantised_rows *rows, int64_t row, int64_t count,
                              int64_t begin, int64_t end, char *to, int64_t stride);
+    /* The same by products of tiles, PP_QUANTISED_HEIGHT rows at a time.  May be NULL. */
+    void (*linear_tiles)(const pp_quantised *weight, const pp_quantised_rows *rows, int64_t row, int64_t count,
+                         int64_t begin, int64_t end, char *to, int64_t stride);
 } pp_kernels;
 
 extern const pp_way pp_tiles_baseline;

@@ -5,11 +5,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* Sanitizers do not see what tiles load and store. */
-#if !PP_UNROLLS && !defined(PP_TILES_PORTABLE)
-#define PP_TILES_PORTABLE
-#endif
-
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
                              apply_to = function)

@@ -30,7 +30,9 @@
 #include "kernels_of_isa.h"
 
 #if PP_WIDE /* kernels_amx.c replaces the products of tiles; everything else is shared */
-const pp_kernels pp_kernels_amx = PP_KERNELS("amx", pp_tiles_amx, pp_linear_by_amx);
+#include "simd_tiles.h"
+#include "linear_quantised_amx.h"
+const pp_kernels pp_kernels_amx = PP_KERNELS("amx", pp_tiles_amx, pp_linear_by_amx, linear_tiles);
 #endif
 
 #if defined(__clang__)

@@ -33,9 +33,9 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
 #define PP_TEXT_(name) #name
 #define PP_TEXT(name) PP_TEXT_(name)
 
-/* All kernels of an instruction set.  `own_tiles` holds the kernels of tiles, `own_linear` is the kernel of linear.h or
- * NULL. */
-#define PP_KERNELS(isa, own_tiles, own_linear)                  \
+/* All kernels of an instruction set.  `own_tiles` holds the kernels of tiles.  `own_linear` and `own_linear_tiles` are
+ * kernels of linear layers, or NULL. */
+#define PP_KERNELS(isa, own_tiles, own_linear, own_linear_tiles) \
     {                                                           \
         .name = isa,                                            \
         .ways = {&way_exact, &own_tiles, &way_quantised},       \
@@ -56,6 +56,7 @@ static void copy_to_f32(float *to, const void *from, int64_t n) { memcpy(to, fro
         .linear = own_linear,                                   \
         .quantise_x = quantise_x,                               \
         .linear_quantised = linear_quantised,                   \
+        .linear_tiles = own_linear_tiles,                       \
     }
 
-const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS(PP_TEXT(PP_ISA), PP_TILE_KERNELS, NULL);
+const pp_kernels PP_CAT(pp_kernels_, PP_ISA, ) = PP_KERNELS(PP_TEXT(PP_ISA), PP_TILE_KERNELS, NULL, NULL);

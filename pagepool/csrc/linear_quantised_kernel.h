@@ -14,14 +14,14 @@ static void quantise_x(const void *x, const pp_quantised_rows *rows, int64_t row
     enum { PART = 16 }; /* groups that are converted to f32 together */
     float wide[PART * PP_QUANTISED_GROUP];
     const char *from = x;
-    int8_t *q = rows->q + row * rows->inputs;
-    pp_quantised_scale *to = rows->scales + row * rows->groups;
+    int64_t at = pp_place_of_row(rows, row);
     const int64_t size = rows->dtype == PP_F32 ? 4 : 2;
     for (int64_t begin = 0; begin < rows->groups; begin += PART) {
         const int64_t left = rows->groups - begin, count = left < PART ? left : PART;
         const int32_t n = (int32_t)count * PP_QUANTISED_GROUP;
         const float *part = row_in_f32(rows->dtype, from + begin * PP_QUANTISED_GROUP * size, wide, n);
-        for (int64_t group = 0; group < count; group++, part += PP_QUANTISED_GROUP, q += PP_QUANTISED_GROUP, to++) {
+        for (int64_t group = 0; group < count; group++, part += PP_QUANTISED_GROUP, at += rows->height) {
+            int8_t *q = rows->q + at * PP_QUANTISED_GROUP;
             uint32_t bits = 0; /* of the largest magnitude; integers order magnitudes like floats, and NaN last */
             for (int i = 0; i < PP_QUANTISED_GROUP; i++) {
                 const uint32_t own = pp_bits_of(part[i]) & 0x7fffffffu;
@@ -37,39 +37,37 @@ static void quantise_x(const void *x, const pp_quantised_rows *rows, int64_t row
                 q[i] = (int8_t)rounded;
                 sum += rounded;
             }
-            to->sum = sum;
-            to->scale = !is_finite ? pp_float_of(0x7fc00000u) : is_zero ? 0.0f : most / 127.0f;
-            to->scaled_sum = to->scale * (float)sum;
+            const float scale = !is_finite ? pp_float_of(0x7fc00000u) : is_zero ? 0.0f : most / 127.0f;
+            rows->sum[at] = sum;
+            rows->scale[at] = scale;
+            rows->scaled_sum[at] = scale * (float)sum;
         }
     }
 }
 
-/* Outputs [column, column + DOT_OUTPUTS) of a block for `COUNT` rows.  The first row's results are written to `to`,
- * those of the next row to to + PP_QUANTISED_OUTPUTS. */
+/* Outputs [column, column + DOT_OUTPUTS) of a block for `COUNT` rows, which are stored together.  The first row's
+ * results are written to `to`, those of the next row to to + PP_QUANTISED_OUTPUTS. */
 PP_INLINE void linear_square(const int FORMAT, const int COUNT, const unsigned char *block, int column,
                              const pp_quantised_rows *rows, int64_t row, int is_first, float *to) {
     const int64_t bytes = pp_quantised_group_bytes(FORMAT);
     const int64_t scales_at = PP_QUANTISED_OUTPUTS * (FORMAT == PP_QUANTISED_8 ? 32 : 16);
-    const int8_t *x = rows->q + row * rows->inputs;
-    const pp_quantised_scale *of_x = rows->scales + row * rows->groups;
+    int64_t at = pp_place_of_row(rows, row);
     pp_v sums[DOT_ROWS][DOT_VECTORS];
     PP_UNROLL for (int r = 0; r < COUNT; r++)
         PP_UNROLL for (int i = 0; i < DOT_VECTORS; i++) sums[r][i] = v_set1(0.0f);
-    for (int64_t group = 0; group < rows->groups; group++, block += bytes, x += PP_QUANTISED_GROUP, of_x++) {
+    for (int64_t group = 0; group < rows->groups; group++, block += bytes, at += rows->height) {
         pp_v dots[DOT_ROWS][DOT_VECTORS];
         if (is_first) prefetch_group(block, bytes);
-        dots_of_group(FORMAT, COUNT, block + 4 * column, x, rows->inputs, of_x, rows->groups, dots);
+        dots_of_group(FORMAT, COUNT, block + 4 * column, rows->q + at * PP_QUANTISED_GROUP, rows->sum + at, dots);
         const uint16_t *scales = (const uint16_t *)(block + scales_at) + column, *least = scales + PP_QUANTISED_OUTPUTS;
         PP_UNROLL for (int i = 0; i < DOT_VECTORS; i++) {
             const pp_v scale = v_load_f16(scales + i * PP_LANES);
-            PP_UNROLL for (int r = 0; r < COUNT; r++) {
-                const pp_quantised_scale *own = of_x + r * rows->groups;
-                sums[r][i] = v_fma_once(v_mul(scale, v_set1(own->scale)), dots[r][i], sums[r][i]);
-            }
+            PP_UNROLL for (int r = 0; r < COUNT; r++)
+                sums[r][i] = v_fma_once(v_mul(scale, v_set1(rows->scale[at + r])), dots[r][i], sums[r][i]);
             if (FORMAT != PP_QUANTISED_4_LEAST) continue;
             const pp_v lowest = v_load_f16(least + i * PP_LANES);
             PP_UNROLL for (int r = 0; r < COUNT; r++)
-                sums[r][i] = v_fma_once(lowest, v_set1(of_x[r * rows->groups].scaled_sum), sums[r][i]);
+                sums[r][i] = v_fma_once(lowest, v_set1(rows->scaled_sum[at + r]), sums[r][i]);
         }
     }
     PP_UNROLL for (int r = 0; r < COUNT; r++)
@@ -94,14 +92,19 @@ PP_INLINE int linear_some_rows(const int FORMAT, const unsigned char *block, con
     return linear_columns(FORMAT, 1, block, rows, row, is_first, to), 1;
 }
 
-/* Adds the bias and writes the first `count` outputs of a row. */
-static void write_outputs(const pp_quantised *weight, int64_t output, int64_t count, float *sums, int32_t dtype,
-                          char *to) {
-    for (int64_t i = 0; weight->bias && i < count; i++) sums[i] += weight->bias[output + i];
-    if (dtype == PP_F32)
-        memcpy(to + output * 4, sums, (size_t)count * sizeof(float));
-    else
-        (dtype == PP_F16 ? narrow_f16 : narrow_bf16)(to + output * 2, sums, count);
+/* Adds the bias to the sums of a block for `count` rows, 32 sums each, and writes the outputs. */
+static void write_outputs(const pp_quantised *weight, int64_t block, float *sums, int64_t count, int32_t dtype,
+                          char *to, int64_t stride) {
+    const int64_t output = block * PP_QUANTISED_OUTPUTS, left = weight->outputs - output;
+    const int64_t n = left < PP_QUANTISED_OUTPUTS ? left : PP_QUANTISED_OUTPUTS;
+    to += output * (dtype == PP_F32 ? 4 : 2);
+    for (int64_t r = 0; r < count; r++, sums += PP_QUANTISED_OUTPUTS, to += stride) {
+        for (int64_t i = 0; weight->bias && i < n; i++) sums[i] += weight->bias[output + i];
+        if (dtype == PP_F32)
+            memcpy(to, sums, (size_t)n * sizeof(float));
+        else
+            (dtype == PP_F16 ? narrow_f16 : narrow_bf16)(to, sums, n);
+    }
 }
 
 PP_INLINE void linear_blocks(const int FORMAT, const pp_quantised *weight, const pp_quantised_rows *rows, int64_t row,
@@ -109,12 +112,9 @@ PP_INLINE void linear_blocks(const int FORMAT, const pp_quantised *weight, const
     float sums[DOT_ROWS * PP_QUANTISED_OUTPUTS];
     for (int64_t number = begin; number < end; number++) {
         const unsigned char *block = weight->data + number * rows->groups * pp_quantised_group_bytes(FORMAT);
-        const int64_t output = number * PP_QUANTISED_OUTPUTS, left = weight->outputs - output;
         for (int64_t done = 0; done < count;) {
             const int some = linear_some_rows(FORMAT, block, rows, row + done, count - done, done == 0, sums);
-            for (int r = 0; r < some; r++)
-                write_outputs(weight, output, left < PP_QUANTISED_OUTPUTS ? left : PP_QUANTISED_OUTPUTS,
-                              sums + r * PP_QUANTISED_OUTPUTS, rows->dtype, to + (done + r) * stride);
+            write_outputs(weight, number, sums, some, rows->dtype, to + done * stride, stride);
             done += some;
         }
     }

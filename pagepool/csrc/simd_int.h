@@ -52,13 +52,13 @@ PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
 /* As in simd_vnni.h. */
 enum { DOT_OUTPUTS = 16 };
 #define DOT_ROWS 2
-PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x, int64_t inputs,
-                             const pp_quantised_scale *of_x, int64_t groups, pp_v (*dots)[DOT_OUTPUTS / PP_LANES]) {
+PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x,
+                             const int32_t *sums_of_x, pp_v (*dots)[DOT_OUTPUTS / PP_LANES]) {
     for (int r = 0; r < COUNT; r++) {
-        const int8_t *row = x + r * inputs;
+        const int8_t *row = x + r * PP_QUANTISED_GROUP;
         float floats[DOT_OUTPUTS];
         for (int output = 0; output < DOT_OUTPUTS; output++) {
-            int32_t sum = FORMAT == PP_QUANTISED_4 ? -8 * of_x[r * groups].sum : 0;
+            int32_t sum = FORMAT == PP_QUANTISED_4 ? -8 * sums_of_x[r] : 0;
             for (int i = 0; i < (FORMAT == PP_QUANTISED_8 ? 32 : 16); i++) {
                 const unsigned char byte = w[i / 4 * 128 + 4 * output + i % 4];
                 sum += (FORMAT == PP_QUANTISED_8 ? (int8_t)byte : byte & 15) * row[i];

@@ -63,18 +63,18 @@ PP_INLINE __m256i four_of(const int8_t *x) {
     memcpy(&four, x, sizeof four);
     return _mm256_set1_epi32(four);
 }
-PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x, int64_t inputs,
-                             const pp_quantised_scale *of_x, int64_t groups, pp_v (*dots)[2]) {
+PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x,
+                             const int32_t *sums_of_x, pp_v (*dots)[2]) {
     const int STEPS = FORMAT == PP_QUANTISED_8 ? 8 : 4;
     const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     __m256i sums[DOT_ROWS][2];
     PP_UNROLL for (int r = 0; r < COUNT; r++)
-        sums[r][0] = sums[r][1] = _mm256_set1_epi32(FORMAT == PP_QUANTISED_4 ? -8 * of_x[r * groups].sum : 0);
+        sums[r][0] = sums[r][1] = _mm256_set1_epi32(FORMAT == PP_QUANTISED_4 ? -8 * sums_of_x[r] : 0);
     PP_UNROLL for (int i = 0; i < STEPS; i++)
         PP_UNROLL for (int half = 0; half < 2; half++) {
             const __m256i own = _mm256_load_si256((const __m256i *)(w + 128 * i + 32 * half));
             PP_UNROLL for (int r = 0; r < COUNT; r++) {
-                const int8_t *row = x + r * inputs + 4 * i;
+                const int8_t *row = x + r * PP_QUANTISED_GROUP + 4 * i;
                 __m256i pairs;
                 if (FORMAT == PP_QUANTISED_8) {
                     pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(own), _mm256_sign_epi8(four_of(row), own));

@@ -53,13 +53,13 @@ PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
 /* As in simd_vnni.h; both operands are signed. */
 enum { DOT_OUTPUTS = 16 };
 #define DOT_ROWS 2
-PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x, int64_t inputs,
-                             const pp_quantised_scale *of_x, int64_t groups, pp_v (*dots)[4]) {
+PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x,
+                             const int32_t *sums_of_x, pp_v (*dots)[4]) {
     const int STEPS = FORMAT == PP_QUANTISED_8 ? 8 : 4;
     int32x4_t sums[DOT_ROWS][4];
     PP_UNROLL for (int r = 0; r < COUNT; r++)
         PP_UNROLL for (int j = 0; j < 4; j++)
-            sums[r][j] = vdupq_n_s32(FORMAT == PP_QUANTISED_4 ? -8 * of_x[r * groups].sum : 0);
+            sums[r][j] = vdupq_n_s32(FORMAT == PP_QUANTISED_4 ? -8 * sums_of_x[r] : 0);
     PP_UNROLL for (int i = 0; i < STEPS; i++)
         PP_UNROLL for (int j = 0; j < 4; j++) {
             const uint8x16_t own = vld1q_u8(w + 128 * i + 16 * j);
@@ -67,8 +67,9 @@ PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned c
             const uint8x16_t second = vshrq_n_u8(own, 4);
             PP_UNROLL for (int r = 0; r < COUNT; r++) {
                 int32_t four[2];
-                memcpy(&four[0], x + r * inputs + 4 * i, sizeof *four);
-                memcpy(&four[1], x + r * inputs + 4 * i + (FORMAT == PP_QUANTISED_8 ? 0 : 16), sizeof *four);
+                const int8_t *from = x + r * PP_QUANTISED_GROUP + 4 * i;
+                memcpy(&four[0], from, sizeof *four);
+                memcpy(&four[1], from + (FORMAT == PP_QUANTISED_8 ? 0 : 16), sizeof *four);
                 const int32x4_t low = vdupq_n_s32(four[0]), high = vdupq_n_s32(four[1]);
                 __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sums[r][j]) : "w"(first), "w"(low));
                 if (FORMAT != PP_QUANTISED_8)

@@ -16,6 +16,10 @@
 #include <stdint.h>
 #include <string.h>
 
+#if !PP_UNROLLS && !defined(PP_TILES_PORTABLE)
+#define PP_TILES_PORTABLE
+#endif
+
 enum { TILE_ROWS = 16, TILE_ROW_BYTES = 64, TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES, NUM_TILES = 8, LAST_OF_ROWS = 5 };
 
 #ifndef PP_TILES_PORTABLE
@@ -40,10 +44,23 @@ static inline void tiles_begin(int rows) {
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(config));
 }
+/* The same for tile_dot_bytes over 32 inputs: tiles 4 and 5 have rows of 32 bytes, tiles 6 and 7 have 8 rows. */
+static inline void tiles_begin_bytes(void) {
+    tile_config config = {.palette = 1};
+    for (int i = 0; i < NUM_TILES; i++) {
+        config.row_bytes[i] = i == 4 || i == 5 ? TILE_ROW_BYTES / 2 : TILE_ROW_BYTES;
+        config.rows[i] = i == 6 || i == 7 ? TILE_ROWS / 2 : TILE_ROWS;
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+}
 static inline void tiles_end(void) { __asm__ volatile("tilerelease"); }
 
-/* What a load may read, as an operand: more than any rows take, because clang needs a size. */
+/* What a load may read, as an operand: any memory from p on, or for clang, which needs a size, more than rows take. */
+#if defined(__clang__)
 #define TILE_MEMORY(p) "m"(*(const char(*)[1 << 20])(p))
+#else
+#define TILE_MEMORY(p) "m"(*(const char(*)[])(p))
+#endif
 #define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t : :)
 #define tile_load(t, p, step) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((long)(step)), TILE_MEMORY(p))
@@ -54,6 +71,8 @@ static inline void tiles_end(void) { __asm__ volatile("tilerelease"); }
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((long)(step)) : "memory")
 /* c += a b, where a has rows of 16 pairs of bf16, and b has columns of 16 pairs.  The AT&T order is b, a, c. */
 #define tile_dot(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+/* The same for signed bytes with sums in int32: a has rows of up to 16 times 4 bytes, b has columns of them. */
+#define tile_dot_bytes(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
 
 #else
 
@@ -63,20 +82,28 @@ typedef union tile_data {
     float numbers[TILE_ROWS][16];
 } tile_data;
 static _Thread_local tile_data tiles[NUM_TILES];
-static _Thread_local int rows_of_tile[NUM_TILES];
+static _Thread_local int rows_of_tile[NUM_TILES], bytes_of_row[NUM_TILES];
 
 static inline void tiles_begin(int rows) {
     memset(tiles, 0, sizeof tiles);
-    for (int i = 0; i < NUM_TILES; i++) rows_of_tile[i] = i <= LAST_OF_ROWS ? rows : TILE_ROWS;
+    for (int i = 0; i < NUM_TILES; i++) {
+        rows_of_tile[i] = i <= LAST_OF_ROWS ? rows : TILE_ROWS;
+        bytes_of_row[i] = TILE_ROW_BYTES;
+    }
+}
+static inline void tiles_begin_bytes(void) {
+    tiles_begin(TILE_ROWS);
+    bytes_of_row[4] = bytes_of_row[5] = TILE_ROW_BYTES / 2;
+    rows_of_tile[6] = rows_of_tile[7] = TILE_ROWS / 2;
 }
 static inline void tiles_end(void) { memset(tiles, 0xff, sizeof tiles); /* later use gives NaN */ }
 static inline void tile_zero(int t) { memset(&tiles[t], 0, sizeof tiles[t]); }
 static __attribute__((noinline)) void tile_load(int t, const void *p, long step) {
-    for (int r = 0; r < rows_of_tile[t]; r++) memcpy(tiles[t].rows[r], (const char *)p + r * step, TILE_ROW_BYTES);
+    for (int r = 0; r < rows_of_tile[t]; r++) memcpy(tiles[t].rows[r], (const char *)p + r * step, bytes_of_row[t]);
 }
 static inline void tile_stream(int t, const void *p, long step) { tile_load(t, p, step); }
 static __attribute__((noinline)) void tile_store(int t, void *p, long step) {
-    for (int r = 0; r < rows_of_tile[t]; r++) memcpy((char *)p + r * step, tiles[t].rows[r], TILE_ROW_BYTES);
+    for (int r = 0; r < rows_of_tile[t]; r++) memcpy((char *)p + r * step, tiles[t].rows[r], bytes_of_row[t]);
 }
 
 static inline float tile_number(uint32_t bits) {
@@ -93,7 +120,7 @@ static inline float tile_fma(float a, float b, float c) {
     const double sum = (double)x * y + z;
     return fabs(sum) < 0x1p-126 - 0x1p-151 ? copysignf(0.0f, (float)sum) : fmaf(x, y, z);
 }
-static __attribute__((noinline)) void tile_dot(int c, int a, int b) {
+static __attribute__((noinline, unused)) void tile_dot(int c, int a, int b) {
     for (int m = 0; m < rows_of_tile[c]; m++)
         for (int n = 0; n < 16; n++) {
             float first = 0.0f, second = 0.0f;
@@ -103,6 +130,15 @@ static __attribute__((noinline)) void tile_dot(int c, int a, int b) {
                 second = tile_fma(tile_number(x & 0xffff0000u), tile_number(y & 0xffff0000u), second);
             }
             tiles[c].numbers[m][n] = tile_fma(1.0f, tile_fma(1.0f, first, second), tiles[c].numbers[m][n]);
+        }
+}
+static __attribute__((noinline, unused)) void tile_dot_bytes(int c, int a, int b) {
+    for (int m = 0; m < rows_of_tile[c]; m++)
+        for (int n = 0; n < 16; n++) {
+            int32_t sum = (int32_t)tiles[c].words[m][n];
+            for (int i = 0; i < bytes_of_row[a]; i++)
+                sum += (int8_t)tiles[a].rows[m][i] * (int8_t)tiles[b].rows[i / 4][4 * n + i % 4];
+            tiles[c].words[m][n] = (uint32_t)sum;
         }
 }
 #endif

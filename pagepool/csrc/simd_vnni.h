@@ -51,8 +51,7 @@ PP_INLINE void ints_of_weights(const pp_v *rounded, float *words) {
 }
 
 /* Sums of products of a group of 32 inputs, for linear_quantised.h: DOT_OUTPUTS adjacent outputs, whose weights begin
- * at `w`, and COUNT rows of x, which are `inputs` elements and `groups` scales apart.  x is signed, so signed weights
- * are raised by 128. */
+ * at `w`, and COUNT adjacent rows of x.  x is signed, so signed weights are raised by 128. */
 enum { DOT_OUTPUTS = 32 };
 #define DOT_ROWS 4
 PP_INLINE __m512i four_of(const int8_t *x) {
@@ -60,21 +59,21 @@ PP_INLINE __m512i four_of(const int8_t *x) {
     memcpy(&four, x, sizeof four);
     return _mm512_set1_epi32(four);
 }
-PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x, int64_t inputs,
-                             const pp_quantised_scale *of_x, int64_t groups, pp_v (*dots)[2]) {
+PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned char *w, const int8_t *x,
+                             const int32_t *sums_of_x, pp_v (*dots)[2]) {
     const int STEPS = FORMAT == PP_QUANTISED_8 ? 8 : 4;
     const __m512i sign = _mm512_set1_epi8((char)0x80), low = _mm512_set1_epi8(15);
     const int raised = FORMAT == PP_QUANTISED_8 ? 128 : FORMAT == PP_QUANTISED_4 ? 8 : 0;
     __m512i sums[DOT_ROWS][2];
     PP_UNROLL for (int r = 0; r < COUNT; r++)
-        sums[r][0] = sums[r][1] = _mm512_set1_epi32(raised ? -raised * of_x[r * groups].sum : 0);
+        sums[r][0] = sums[r][1] = _mm512_set1_epi32(raised ? -raised * sums_of_x[r] : 0);
     PP_UNROLL for (int i = 0; i < STEPS; i++) {
         const __m512i a = _mm512_load_si512(w + 128 * i), b = _mm512_load_si512(w + 128 * i + 64);
         const int is_8 = FORMAT == PP_QUANTISED_8;
         const __m512i c = is_8 ? _mm512_xor_si512(a, sign) : _mm512_and_si512(a, low);
         const __m512i d = is_8 ? _mm512_xor_si512(b, sign) : _mm512_and_si512(b, low);
         PP_UNROLL for (int r = 0; r < COUNT; r++) {
-            const __m512i four = four_of(x + r * inputs + 4 * i);
+            const __m512i four = four_of(x + r * PP_QUANTISED_GROUP + 4 * i);
             ints_dot(&sums[r][0], c, four);
             ints_dot(&sums[r][1], d, four);
         }
@@ -82,7 +81,7 @@ PP_INLINE void dots_of_group(const int FORMAT, const int COUNT, const unsigned c
         const __m512i e = _mm512_and_si512(_mm512_srli_epi16(a, 4), low);
         const __m512i f = _mm512_and_si512(_mm512_srli_epi16(b, 4), low);
         PP_UNROLL for (int r = 0; r < COUNT; r++) {
-            const __m512i four = four_of(x + r * inputs + 4 * i + 16);
+            const __m512i four = four_of(x + r * PP_QUANTISED_GROUP + 4 * i + 16);
             ints_dot(&sums[r][0], e, four);
             ints_dot(&sums[r][1], f, four);
         }

@@ -110,7 +110,8 @@ def activations(rows, inputs, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [(1, 32, 1), (1, 96, 65), (3, 64, 33), (4, 576, 32), (19, 544, 70), (131, 96, 40)]
+    ("rows", "inputs", "outputs"),
+    [(1, 32, 1), (1, 96, 65), (3, 64, 33), (4, 576, 32), (19, 544, 70), (24, 1088, 40), (131, 96, 40)],
 )
 def test_sums_add_exact_products_group_after_group(form, dtype, rows, inputs, outputs):
     weight = Weight(form, outputs, inputs)
@@ -132,7 +133,7 @@ def test_results_are_near_those_in_float64(form):
 def test_a_row_does_not_depend_on_the_other_rows_and_threads(form):
     weight, x = Weight(form, 100, 160), activations(300, 160)
     whole = product(x, "float32", [weight])
-    for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 128, 129):
+    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 33, 128, 129, 136):
         for threads in (1, 4):
             assert np.array_equal(product(x[:rows], "float32", [weight], threads), whole[:rows])
     assert np.array_equal(product(x[200:], "float32", [weight], 2), whole[200:])
