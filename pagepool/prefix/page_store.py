@@ -116,7 +116,7 @@ class PageStore:
         self._change = Lock()  # held by the thread that changes files; taken before `_look_up`
         self._look_up = Lock()  # guards `_index` and its memory, and the next five fields; never held during a write
         self._used: set[bytes] = set()  # ids found since the last batch
-        self._refused: dict[bytes, bytes] = {}  # entries with pages that failed their sums: id to sum
+        self._refused: dict[bytes, Entry] = {}  # entries with pages that failed their sums: not found
         self._hidden: set[bytes] = set()  # ids that were forgotten without write access
         self._hidden_parents: set[bytes] = set()
         self._hides_all = False
@@ -339,6 +339,8 @@ class PageStore:
         return self._index
 
     def _is_hidden(self, entry: Entry) -> bool:
+        if self._refused.get(entry.id) is entry:
+            return True
         return self._hides_all or entry.id in self._hidden or entry.parent in self._hidden_parents
 
     def find(self, ids: Sequence[bytes], tags: Iterable[bytes]) -> list[Entry]:
@@ -391,7 +393,7 @@ class PageStore:
     @property
     def has_notes(self) -> bool:
         """Whether `write` should be called soon: a page has failed its sum, or many entries were used."""
-        return bool(self._refused) or len(self._used) >= MOST_NOTES
+        return self._lock >= 0 and (bool(self._refused) or len(self._used) >= MOST_NOTES)
 
     def load(self, entries: Sequence[Entry], allocator: BlockAllocator, blocks: Sequence[int]) -> int:
         """Read the pages of `entries` into blocks; return how many of the first are the pages that were written.
@@ -438,8 +440,7 @@ class PageStore:
 
     def _refuse(self, entry: Entry) -> None:
         with self._look_up:
-            if self._lock >= 0:
-                self._refused[entry.id] = entry.sum
+            self._refused[entry.id] = entry
             self._counts["refused"] += 1
 
     # Changes.
@@ -477,10 +478,12 @@ class PageStore:
         """Write a batch; return how many of the pages the store had already."""
         index, _ = self._open()
         with self._look_up:
-            marks, refused = self._used.union(used), self._refused
-            self._used, self._refused = set(), {}
+            marks, refused = self._used.union(used), dict(self._refused)
+            self._used = set()
         entries = index.entries
-        self._drop([id_ for id_, sum_ in refused.items() if id_ in entries and entries[id_].sum == sum_], is_kept=False)
+        self._drop([id_ for id_, entry in refused.items() if entries.get(id_) is entry], is_kept=False)
+        with self._look_up:
+            self._refused = {id_: entry for id_, entry in self._refused.items() if refused.get(id_) is not entry}
         fresh = {page.id: page for page in pages if page.id not in entries}
         marks.update(page.id for page in pages if page.id not in fresh)
         marks.update(page.parent for page in fresh.values())

@@ -37,7 +37,7 @@ def found(store, key, size=SIZE):
     into = bytearray(size)
     is_found = store.get(key, into)
     assert not is_found or into == page_of(key, size), f"a wrong page for {key}"
-    assert store.contains(key) or not is_found
+    assert store.contains(key) == is_found, "a page that cannot be read is not there"
     return is_found
 
 

@@ -102,7 +102,7 @@ def test_power_losses_leave_no_wrong_page(tmp_path, history):
                 del data[int(random.integers(len(data))) :]
         lay_out(tmp_path / name, files)
         served(tmp_path)
-    assert served.right > TRIALS * 4 and served.refused > TRIALS
+    assert served.right > TRIALS * 4 and served.refused > TRIALS // 2
 
 
 def test_every_byte_of_the_index_may_be_wrong(tmp_path, history):
