@@ -123,9 +123,9 @@ def test_transfer(session):
 
 @nox.session(name="test-vllm")
 def test_vllm(session):
-    """The eviction policy in vLLM's own manager."""
+    """The eviction policy and the disk tier in vLLM's own managers."""
     install(session, "run", "test", without_dependencies=[WITH_TORCH], options=(*WITH_TORCH[:-1], VLLM))
-    run_in(session, "tests/integrations/test_vllm.py")
+    run_in(session, *tests_of("integrations/test_vllm.py", "integrations/test_vllm_tier.py"))
 
 
 @nox.session(name="test-ray")

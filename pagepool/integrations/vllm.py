@@ -1,31 +1,49 @@
-"""Evict from the CPU tier of vLLM's offloading connector as `PrefixCache` does.
+"""An eviction policy and a disk tier for vLLM's offloading connector.
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 8589934592, "eviction_policy": "GittinsCachePolicy",
-        "cache_policy_module_path": "pagepool.integrations.vllm"}}'
-
-vLLM imports the module in the process of its scheduler. The policy touches no device and no page.
+`GittinsCachePolicy` evicts from the CPU tier as `PrefixCache` does, and `PageStoreTier` keeps chunks of the CPU tier in
+a `PageStore`. vLLM imports the module by its path, in the process of its scheduler. Nothing here touches a device.
+docs/guide/vllm.md has the commands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import json
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
 from itertools import islice
+from pathlib import Path
+from time import monotonic
+from typing import Any, ClassVar
 
+import numpy as np
 import vllm
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from pagepool.prefix.eviction import EvictionPolicy
+from pagepool.prefix.fingerprint import Fingerprint, weights_digest
+from pagepool.prefix.page_store import PageStore
 
-__all__ = ["GittinsCachePolicy"]
+__all__ = ["GittinsCachePolicy", "PageStoreTier"]
+
+logger = logging.getLogger("pagepool")
 
 TESTED = ("0.32.",)  # versions of vLLM with this interface
 if not vllm.__version__.startswith(TESTED):
     raise ImportError(
         f"pagepool.integrations.vllm was tested with vLLM {TESTED[0]}x, not with {vllm.__version__}: "
-        "an eviction policy of another interface could evict chunks that are being read"
+        "through another interface it could evict or change chunks that are being read"
     )
 
 
@@ -45,6 +63,16 @@ class _Prefixes:
             self.parents[key] = self.last.get(group)
             self.last[group] = key
         self.num_read = len(keys)
+
+
+def _parents_of(request: ReqContext) -> dict[OffloadKey, OffloadKey | None]:
+    """Return the key before each key of a request."""
+    prefixes: _Prefixes | None = request.get_state(_Prefixes)
+    if prefixes is None:
+        prefixes = _Prefixes()
+        request.set_state(prefixes)
+    prefixes.read(request)
+    return prefixes.parents
 
 
 class GittinsCachePolicy(CachePolicy):
@@ -72,13 +100,9 @@ class GittinsCachePolicy(CachePolicy):
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """Note the chunk before each chunk in the prompt: `insert` does not get it."""
-        prefixes = req_context.get_state(_Prefixes)
-        if prefixes is None:
-            prefixes = _Prefixes()
-            req_context.set_state(prefixes)
-        prefixes.read(req_context)
+        parents = _parents_of(req_context)
         for key in keys:
-            self._parents[key] = prefixes.parents.get(key)
+            self._parents[key] = parents.get(key)
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
         """Add a chunk, and hold it until vLLM has written it."""
@@ -133,3 +157,135 @@ class GittinsCachePolicy(CachePolicy):
         self._order.touch(key)
         self._order.hold(key)
         self._noted.add(key)
+
+
+class PageStoreTier(SecondaryTierManager):
+    """Keeps chunks of the CPU tier in a `PageStore`, for restarts and for more chunks than memory.
+
+    One thread reads and another one writes, so that a load waits for no store. A chunk is loaded as it was stored, or
+    not at all: torn, damaged and old pages fail their sums, and pages of other weights have another fingerprint. A disk
+    that is full or fails costs one line in the log "pagepool", and no request.
+
+    Parameters
+    ----------
+    offloading_spec, primary_kv_view, tier_type, backpressure_detector
+        From vLLM. Memory (num_chunks, bytes of a chunk) of the CPU tier.
+    path : str
+        The directory of the store, as in `PageStore`. Several vLLM processes may have the same one: one of them writes.
+    max_bytes : int
+        The bound of the directory.
+    weights : str or None
+        Identifies the weights. None: the digest of the model's files (`weights_digest`).
+
+    Raises
+    ------
+    ValueError
+        The model is not a directory, and `weights` is None; or `max_bytes` has no room for four chunks.
+    OSError
+        As in `PageStore`.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        path: str,
+        max_bytes: int,
+        weights: str | None = None,
+        backpressure_detector: Any = None,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        text = _describe(offloading_spec, weights, Path(path))
+        self._store = PageStore(path, max_bytes, Fingerprint(text, page_bytes=self.block_size_bytes))
+        self._chunks: Any = np.asarray(primary_kv_view).view(np.uint8)
+        self._reader, self._writer = (ThreadPoolExecutor(1, f"pagepool-{name}") for name in ("reader", "writer"))
+        self._running: set[Future[None]] = set()
+        self._finished: deque[JobResult] = deque()
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether the store has a chunk. Reads no page."""
+        return LookupResult.HIT if self._store.contains(key) else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Let the writer store chunks. A chunk is dropped before the chunk before it in the prompt."""
+        parents = _parents_of(job_metadata.req_context)
+
+        def put(key: OffloadKey, chunk: Any) -> bool:
+            return self._store.put(key, chunk, parents.get(key))
+
+        self._submit(self._writer, job_metadata, put)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Let the reader fill chunks of the CPU tier."""
+        self._submit(self._reader, job_metadata, self._store.get)
+
+    def _submit(self, threads: ThreadPoolExecutor, job: TransferJob, move: Callable[[OffloadKey, Any], bool]) -> None:
+        """Move the chunks of a job in order, and note which of them were moved."""
+
+        moved: list[OffloadKey] = []
+
+        def run() -> None:
+            begin = monotonic()
+            try:
+                for key, number in zip(job.keys, job.chunk_ids, strict=True):
+                    if move(key, self._chunks[number]):
+                        moved.append(key)
+            except Exception:  # vLLM waits for every job
+                logger.exception("%d chunks of %d were not moved", len(job.keys) - len(moved), len(job.keys))
+            took, size = monotonic() - begin, len(moved) * self.block_size_bytes
+            self._finished.append(JobResult(job.job_id, len(moved) == len(job.keys), tuple(moved), took, size))
+
+        future = threads.submit(run)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that have ended since the last call."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Note a use of each chunk that the store has."""
+        for key in keys:
+            self._store.touch(key)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Ask for no chunks besides those that are new."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Wait until every job has ended."""
+        wait(list(self._running))
+
+    def shutdown(self) -> None:
+        """Wait for the jobs, and close the store."""
+        self._reader.shutdown()
+        self._writer.shutdown()
+        self._chunks = None
+        self._store.close()
+
+
+def _describe(spec: Any, weights: str | None, place: Path) -> str:
+    """Return what the bytes of a chunk depend on besides its key, as JSON."""
+    config = spec.config
+    if weights is None:
+        if not Path(config.model.name).exists():
+            raise ValueError(
+                f"the model {config.model.name!r} is not a directory or file, so its weights have no digest: "
+                "give the tier `weights`, a text that names their revision"
+            )
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        weights = weights_digest(config.model.name, place / "weights.json")
+    described = {
+        "engine": f"vllm {vllm.__version__}",
+        "weights": weights,
+        "dtype": config.model.dtype,
+        "groups": [(group.tokens_per_block, *group.layer_names) for group in config.groups],
+        "cache": asdict(config.cache),
+        "rank": (config.parallel.rank, config.parallel.world_size),
+        "parallel": [getattr(config.parallel, f"{kind}_size") for kind in ("tp", "pp", "pcp", "dcp")],
+        "layout": (config.kv_cache_layout, config.canonical_layout, config.replicated_layout),
+    }
+    return json.dumps(described, sort_keys=True)
