@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from functools import partial
 from typing import Any
 
 import h11
+import uvicorn
 from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagepool.serve.errors import RequestError, error_object, quoted
 
-__all__ = ["MAX_HEADERS", "MAX_HEAD_BYTES", "Connection"]
+__all__ = ["MAX_HEADERS", "MAX_HEAD_BYTES", "Connection", "http_server"]
 
 MAX_HEAD_BYTES = 32 << 10  # request line and headers
 MAX_HEADERS = 100
@@ -31,6 +33,9 @@ MALFORMED = re.compile(rb"(?<!\r)\n|\r(?!\n)|\n[ \t]")
 
 HEADER_SECONDS = 20.0  # from opening a connection, or the first byte of a request, to the end of its headers
 WRITE_SECONDS = 30.0  # a client must read at least one byte in this time
+# Seconds until an idle connection is closed. Many clients drop theirs after 5 seconds. The server must wait longer:
+# otherwise it could close a connection while a client sends a request on it.
+KEEP_ALIVE = 30
 
 REASONS = {
     400: "Bad Request",
@@ -38,6 +43,38 @@ REASONS = {
     501: "Not Implemented",
     505: "HTTP Version Not Supported",
 }
+
+
+def http_server(
+    app: Any, max_connections: int, *, certificate: str | None = None, key: str | None = None, grace: float = 2.0
+) -> uvicorn.Server:
+    """Return a server of uvicorn for an ASGI app. Each of its connections is a `Connection`.
+
+    Parameters
+    ----------
+    app : ASGI application
+        Gets the requests.
+    max_connections : int
+        Maximum number of open connections.
+    certificate, key : str or None
+        Files for TLS. Without a certificate, the server speaks HTTP.
+    grace : float
+        Seconds for clients to read their answers when the server ends.
+    """
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, most=max_connections),
+        log_config=None,  # uvicorn's closes every log handler of the process
+        log_level="warning",
+        timeout_graceful_shutdown=grace,
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=KEEP_ALIVE,
+        server_header=False,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
+    return uvicorn.Server(config)
 
 
 def last_answer(status: int, reason: str, message: str, *headers: str) -> bytes:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import random
+import socket
 import sys
 import threading
 import time
@@ -19,7 +20,6 @@ with warnings.catch_warnings():
 
 import httpx
 import ray
-from ray import serve as ray_serve
 
 from pagepool.cluster.ray import serve
 
@@ -45,14 +45,15 @@ def test_messages_of_ray_s_threads_do_not_reach_the_tables_of_the_demo():
 
 
 def test_a_worker_that_cannot_start_says_why_and_leaves_no_ray():
-    sentence = "did not start: ValueError: num_blocks must be from 0 to 2147483647, not -5"
-    with pytest.raises(RuntimeError, match=sentence):
-        serve(MODEL, 1, dtype="float32", port=PORT, engine={"num_blocks": -5})
+    sentence = "did not start: ValueError: num_blocks must be at least 1, not -5"
+    cluster = serve(MODEL, 1, dtype="float32", port=PORT, engine={"num_blocks": -5})
+    with pytest.raises(RuntimeError, match=sentence), cluster:
+        pass
     assert not ray.is_initialized()
+    socket.create_server(("127.0.0.1", PORT)).close()
 
 
 def test_workers_are_added_while_more_waits_than_one_can_compute():
-    handle = serve(MODEL, (1, 2), dtype="float32", port=PORT, threads=1, engine={"num_blocks": 512})
     ends, statuses = threading.Event(), set()
 
     def load(seed):
@@ -62,17 +63,17 @@ def test_workers_are_added_while_more_waits_than_one_can_compute():
             statuses.add(httpx.post(f"{URL}/v1/completions", json=body, timeout=SECONDS).status_code)
 
     threads = [threading.Thread(target=load, args=(seed,)) for seed in range(16)]
-    try:
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + SECONDS
-        while len(handle.stats.remote().result(timeout_s=SECONDS)["workers"]) < 2:
-            assert time.monotonic() < end, "no worker was added"
-            time.sleep(0.5)
-    finally:
-        ends.set()
-        for thread in threads:
-            thread.join(SECONDS)
-        ray_serve.shutdown()
-        ray.shutdown()
+    with serve(MODEL, (1, 2), dtype="float32", port=PORT, threads=1, engine={"num_blocks": 512}) as cluster:
+        try:
+            for thread in threads:
+                thread.start()
+            end = time.monotonic() + SECONDS
+            while len(cluster.front_end.stats.remote().result(timeout_s=SECONDS)["workers"]) < 2:
+                assert time.monotonic() < end, "no worker was added"
+                time.sleep(0.5)
+        finally:
+            ends.set()
+            for thread in threads:
+                thread.join(SECONDS)
     assert statuses == {200}
+    assert not ray.is_initialized()

@@ -25,6 +25,7 @@ NAMES = sorted(
 NEEDS = {
     "pagepool.integrations.transformers": "transformers",
     "pagepool.integrations.vllm": "vllm",
+    "pagepool.cluster.door": "uvicorn",
     "pagepool.cluster.ray.deployments": "ray",
     "pagepool.cluster.ray.routing": "ray",
     "pagepool.serve.access": "starlette",

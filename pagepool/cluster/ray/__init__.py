@@ -3,6 +3,6 @@
 Needs the extra `ray`.
 """
 
-from pagepool.cluster.ray.application import serve
+from pagepool.cluster.ray.application import Cluster, serve
 
-__all__ = ["serve"]
+__all__ = ["Cluster", "serve"]

@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pagepool._arguments import integer, wrong
+from pagepool.cluster.door import Door, Service
 from pagepool.integrations.transformers.pretrained import DTYPES, ModelError
 
-__all__ = ["serve"]
+__all__ = ["Cluster", "serve"]
 
 DECODE, PREFILL = "decode", "prefill"
 MAX_WORKERS = 64  # workers per side
 MANY = 10_000  # concurrent calls per replica; requests wait in the engine's scheduler and not in Serve
 # Serve restarts a replica after three health checks without an answer.
 HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
-PROXY_HEALTH = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}  # the same for the HTTP proxy; Serve's default is 10
+BACKLOG = 1024
 # Serve's default limit of 20 failed starts is kept. With a small limit, replicas that fail while a new controller takes
 # over are never restarted.
 LIFE = {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
 
 
+@dataclass
+class Cluster:
+    """A model that is being served by several engines.
+
+    Attributes
+    ----------
+    front_end : ray.serve.handle.DeploymentHandle
+        Serve's handle of the front end, a `FrontEndReplica`.
+    door : Door
+        Gives the socket to the front end.
+    """
+
+    front_end: Any
+    door: Door
+
+
+@contextmanager
 def serve(
     model: str | Path,
     workers: int | tuple[int, int] = 2,
@@ -35,12 +57,16 @@ def serve(
     threads: int | None = None,
     engine: dict[str, Any] | None = None,
     app: dict[str, Any] | None = None,
-) -> Any:
-    """Serve a model with several engines, each in a separate process.
+    sock: socket.socket | None = None,
+    service: Service | None = None,
+    log: Any = None,
+) -> Iterator[Cluster]:
+    """Serve a model with several engines, each in a separate process, until the block ends.
 
-    Starts Ray and Serve on this machine unless they are running. Ray is started without dashboard and usage reports.
-    The call returns when the application answers requests. An application that was served before is replaced.
-    `ray.serve.shutdown()` ends the workers and the front end. `ray.shutdown()` ends Ray if this call has started it.
+    Starts Ray and Serve on this machine unless they are running. Ray is started without dashboard and usage reports,
+    and Serve without its HTTP proxy. The block begins when the application answers requests. Its end stops the workers
+    and the front end, and Ray if this call has started it. The front end runs on this machine. While Ray restarts it,
+    a thread of this process answers with status 503 and Retry-After.
 
     Parameters
     ----------
@@ -55,9 +81,9 @@ def serve(
     dtype : str
         Dtype of the weights, as in `load_pretrained`.
     host : str
-        Address of the HTTP server. Has no effect if Serve is running already.
+        Address of the HTTP server.
     port : int
-        Port of the HTTP server. Has no effect if Serve is running already.
+        Port of the HTTP server.
     threads : int or None
         Number of threads per worker. None: all cores.
     engine : dict or None
@@ -65,11 +91,17 @@ def serve(
     app : dict or None
         Arguments of `create_app`, such as `timeout`, `api_keys` and `allowed_hosts`. By default, a request is refused
         if its Host is not `host`, "localhost" or an IP address, or if it has an Origin, as by `pagepool serve`.
+    sock : socket.socket or None
+        A listening socket instead of `host` and `port`. The caller closes it.
+    service : Service or None
+        The number of connections and TLS. `app` is added to its `app`.
+    log : file or None
+        The front end writes its log there, such as `sys.stderr`. None: it writes no log.
 
     Returns
     -------
-    ray.serve.handle.DeploymentHandle
-        Serve's handle of the front end.
+    context manager
+        Its value is a `Cluster`.
 
     Raises
     ------
@@ -79,15 +111,18 @@ def serve(
         An argument has a wrong type or is out of range. Nothing was started.
     ModelError
         The directory has no model. Nothing was started.
+    OSError
+        The server cannot listen at the address. Nothing was started.
     RuntimeError
-        The workers or the front end cannot start. If this call has started Ray, Ray is ended.
+        The application is served already, or the workers or the front end cannot start. If this call has started Ray,
+        Ray is ended.
 
     Examples
     --------
     Four decode workers and two prefill workers, with 4 GiB of pages each::
 
-        front_end = serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30})
-        print(front_end.stats.remote().result()["routers"])
+        with serve("models/Qwen3-0.6B", workers=4, prefill=2, engine={"pool_bytes": 4 << 30}) as cluster:
+            print(cluster.front_end.stats.remote().result()["routers"])
     """
     fewest, most = workers if isinstance(workers, tuple) else (workers, workers)
     integer("the most workers", most, integer("workers", fewest, 1, MAX_WORKERS), MAX_WORKERS)
@@ -101,42 +136,67 @@ def serve(
     folder = Path(model).resolve()
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: it has no config.json, so it holds no model")
-    for variable, value in {"RAY_USAGE_STATS_ENABLED": "0", **PROXY_HEALTH}.items():
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray, ray_serve, config = import_module("ray"), import_module("ray.serve"), import_module("ray.serve.config")
     if prefill:
         import_module("pagepool.transfer.nixl").load_nixl()
     parts = import_module("pagepool.cluster.ray.deployments")
-    starts = not ray.is_initialized()
-    if starts:
-        ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    service = service or Service()
+    service.app = app_options(host, {**service.app, **(app or {})})
     given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
-    given |= {"engine": engine or {}, "app": app_options(host, app)}
+    given["engine"] = engine or {}
     router = config.RequestRouterConfig(request_router_class="pagepool.cluster.ray.routing.NamedReplicaRouter")
-    common = {"ray_actor_options": {"num_cpus": 0}, "max_ongoing_requests": MANY, **HEALTH, **LIFE}
-    worker = ray_serve.deployment(parts.WorkerReplica).options(request_router_config=router, **common)
-    front_end = ray_serve.deployment(parts.FrontEndReplica).options(name=parts.FRONT_END, num_replicas=1, **common)
-    handles = [worker.options(name=DECODE, **_scale(fewest, most)).bind(given, False, prefill > 0)]
-    if prefill:
-        handles.append(worker.options(name=PREFILL, num_replicas=prefill).bind(given, True, True))
-    try:
-        ray_serve.start(http_options={"host": host, "port": port})
-        return ray_serve.run(front_end.bind(given, *handles), name=parts.APPLICATION, route_prefix="/")
-    except Exception as error:
-        reason = _reason(ray_serve.status(), parts.APPLICATION) or str(error)
-        if starts:
-            ray_serve.shutdown()
-            ray.shutdown()
-        raise RuntimeError(f"the workers or the front end did not start: {reason}") from error
+    common = {"max_ongoing_requests": MANY, **HEALTH, **LIFE}
+    with ExitStack() as stack:
+        if sock is None:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            sock = stack.enter_context(socket.create_server((host, port), family=family, backlog=BACKLOG))
+        if not ray.is_initialized():
+            stack.callback(ray.shutdown)
+            ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+            stack.callback(ray_serve.shutdown)
+        ray_serve.start(proxy_location="Disabled")
+        if parts.APPLICATION in ray_serve.status().applications:
+            raise RuntimeError("this Ray cluster serves a model already: end it first")
+        stack.callback(ray_serve.delete, parts.APPLICATION)
+        door = Door(sock, service, log)
+        stack.callback(door.close)
+        given["door"] = door.path
+        actor = {"num_cpus": 0}
+        worker = ray_serve.deployment(parts.WorkerReplica).options(
+            request_router_config=router, ray_actor_options=actor, **common
+        )
+        front_end = ray_serve.deployment(parts.FrontEndReplica).options(
+            name=parts.FRONT_END,
+            num_replicas=1,
+            ray_actor_options={**actor, "resources": {_this_machine(ray): 0.001}},
+            **common,
+        )
+        handles = [worker.options(name=DECODE, **_scale(fewest, most)).bind(given, False, prefill > 0)]
+        if prefill:
+            handles.append(worker.options(name=PREFILL, num_replicas=prefill).bind(given, True, True))
+        try:
+            handle = ray_serve.run(front_end.bind(given, *handles), name=parts.APPLICATION, route_prefix=None)
+        except Exception as error:
+            reason = _reason(ray_serve.status(), parts.APPLICATION) or str(error)
+            raise RuntimeError(f"the workers or the front end did not start: {reason}") from error
+        yield Cluster(handle, door)
 
 
-def app_options(host: str, given: dict[str, Any] | None) -> dict[str, Any]:
+def app_options(host: str, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `create_app` for a cluster that listens on `host`.
 
     >>> app_options("127.0.0.1", {"timeout": 5.0})
     {'allowed_hosts': ['127.0.0.1'], 'allowed_origins': [], 'timeout': 5.0}
     """
-    return {"allowed_hosts": [host], "allowed_origins": [], **(given or {})}
+    return {"allowed_hosts": [host], "allowed_origins": [], **given}
+
+
+def _this_machine(ray: Any) -> str:
+    """Return Ray's resource that only this machine has."""
+    here = ray.get_runtime_context().get_node_id()
+    resources: dict[str, float] = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == here)
+    return next(name for name in resources if name.startswith("node:") and not name.startswith("node:__"))
 
 
 def _reason(status: Any, application: str) -> str:

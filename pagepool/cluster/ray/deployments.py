@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 from collections.abc import AsyncGenerator
@@ -10,6 +11,7 @@ from concurrent.futures import CancelledError
 from ctypes import CDLL, c_int, c_void_p
 from importlib import import_module
 from threading import Event, Thread
+from time import monotonic
 from typing import Any
 
 from ray import serve
@@ -20,9 +22,12 @@ from pagepool.cluster.messages import Call, Limits, News, WorkerLost
 __all__ = ["APPLICATION", "FRONT_END", "FrontEndReplica", "WorkerReplica"]
 
 APPLICATION, FRONT_END = "pagepool", "front_end"
+LOG_FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 NEWS_SECONDS = 0.2
 ANSWER_SECONDS = 10.0
 TRANSFER_SECONDS = 5.0
+DRAIN_POLL = 0.05  # seconds between two checks whether all requests have been answered
+GRACE = 2.0  # seconds for clients to read the error of an aborted request
 PREFIX_EVENTS = 65_536
 
 
@@ -36,6 +41,18 @@ def die_of_sigterm() -> None:
     libc = CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (c_int, c_void_p), c_void_p
     libc.signal(signal.SIGTERM, None)  # SIG_DFL
+
+
+def write_log(file: int, access_log: bool) -> None:
+    """Write the lines of pagepool's loggers to a file descriptor, as `pagepool serve` does."""
+    handler = logging.StreamHandler(os.fdopen(file, "w", encoding="utf-8", errors="replace"))
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger = logging.getLogger("pagepool")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    if not access_log:
+        logging.getLogger("pagepool.access").setLevel(logging.WARNING)
 
 
 class WorkerReplica:
@@ -161,14 +178,15 @@ class ReplicasOf:
         await self._handle.release.remote(worker, number)
 
 
-@serve.ingress()
 class FrontEndReplica:
-    """A `FrontEnd` with OpenAI's HTTP interface.
+    """A `FrontEnd` with OpenAI's HTTP interface, on the socket of a `Door`.
+
+    Serve's own HTTP proxy is not used: it reads bodies of any size into its memory, and headers without a limit.
 
     Parameters
     ----------
     options : dict
-        As for `WorkerReplica`, and `app`, a dict with arguments of `create_app`.
+        As for `WorkerReplica`, and `door`, the path of a `Door`.
     workers : DeploymentHandle
         Handle of the decode workers.
     prefill : DeploymentHandle or None
@@ -180,19 +198,48 @@ class FrontEndReplica:
     ) -> None:
         from transformers import AutoTokenizer
 
+        from pagepool.cluster.door import enter
         from pagepool.cluster.front_end import FrontEnd
+        from pagepool.serve.app import create_app
 
         die_of_sigterm()
         limits = await workers.limits.remote(None)
         tokenizer = AutoTokenizer.from_pretrained(options["model"], local_files_only=True)
         sides = [ReplicasOf(handle) for handle in (workers, prefill) if handle is not None]
         self.cluster = FrontEnd(limits, tokenizer, *sides, loop=asyncio.get_running_loop())
-        self._options = options
+        self._entered = entered = await asyncio.to_thread(enter, options["door"])
+        if entered.log is not None:
+            write_log(entered.log, entered.service.access_log)
+        app = create_app(self.cluster, options["name"], **entered.service.app)
+        self._app = app.state
+        self._server = entered.service.server(app)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[entered.sock]))
 
-    def __serve_build_asgi_app__(self) -> Any:
-        from pagepool.serve.app import create_app
+    def check_health(self) -> None:
+        """Raise if this replica does not answer requests. Serve calls this regularly, and restarts a failed replica."""
+        if self._serving.done():
+            raise RuntimeError("the HTTP server has ended")
 
-        return create_app(self.cluster, self._options["name"], **self._options["app"])
+    def set_api_keys(self, api_keys: dict[str, str]) -> None:
+        """Replace the API keys of the app."""
+        self._app.set_api_keys(api_keys)
+
+    def load_certificate(self, certificate: str, key: str | None) -> None:
+        """Use another certificate for new connections."""
+        self._server.config.ssl.load_cert_chain(certificate, key)
+
+    async def drain(self, seconds: float) -> None:
+        """Refuse new requests, wait up to `seconds` until the others have been answered, and end those that are left.
+
+        The port stays open.
+        """
+        self._app.drain()
+        end = monotonic() + seconds
+        while self._server.server_state.tasks and monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL)
+        self._app.stop()
+        while self._server.server_state.tasks and monotonic() < end + GRACE:
+            await asyncio.sleep(DRAIN_POLL)
 
     def news(self, news: News) -> tuple[int, bool]:
         """Return the epoch of the front end and the result of `FrontEnd.news`."""
