@@ -19,7 +19,16 @@ from pagepool.prefix.fingerprint import weights_digest
 if TYPE_CHECKING:
     from pagepool.engine import Engine
 
-__all__ = ["add_model_arguments", "memory_of", "model_directory", "open_engine", "require", "summary_of", "weights_of"]
+__all__ = [
+    "add_model_arguments",
+    "memory_of",
+    "model_directory",
+    "open_engine",
+    "require",
+    "scheduler_config",
+    "summary_of",
+    "weights_of",
+]
 
 MAX_SEQUENCES = 4096
 MAX_BATCH_TOKENS = 1 << 20

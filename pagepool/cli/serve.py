@@ -9,21 +9,19 @@ import re
 import resource
 import signal
 import socket
-import ssl
 import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from hashlib import sha256
 from importlib import import_module
-from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 from pagepool._version import __version__
+from pagepool.cli import workers
+from pagepool.cli.credentials import Credentials
 from pagepool.cli.model_options import add_model_arguments, model_directory, open_engine, require, summary_of
-from pagepool.cli.supervise import GRACE, Drain, Watched, watch
+from pagepool.cli.supervise import GRACE, Drain, watch
 from pagepool.cli.usage import UsageError, between, file_name
 
 __all__ = ["add_arguments", "run"]
@@ -35,9 +33,7 @@ MAX_SECONDS = 86_400
 BACKLOG = 1024
 MAX_PRIORITY = 1 << 30
 MAX_CONNECTIONS = 1 << 20
-# Seconds until an idle connection is closed. Many clients drop theirs after 5 seconds. The server must wait longer:
-# otherwise it could close a connection while a client sends a request on it.
-KEEP_ALIVE = 30
+MAX_WORKERS = 64
 SPARE_FILES = 64  # file descriptors for purposes other than connections
 logger = logging.getLogger("pagepool")
 
@@ -91,6 +87,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum number of open connections, others get status 503; default: 1000",
     )
     add("--no-access-log", action="store_true", help="do not log a line for each request")
+    add(
+        "--workers",
+        type=between(1, MAX_WORKERS),
+        metavar="N",
+        help="serve with N engines, each in a process that Ray starts and restarts; needs the extra ray",
+    )
+    add(
+        "--prefill-workers",
+        type=between(0, MAX_WORKERS),
+        default=0,
+        metavar="N",
+        help="with --workers: N more engines that only compute prompts; needs the extra transfer",
+    )
     _add_security_arguments(parser)
     add_model_arguments(parser)
     parser.epilog = (
@@ -159,31 +168,30 @@ def run(options: argparse.Namespace) -> int:
     Raises `UsageError` if the model, the address, a file or a package cannot be used.
     """
     model_directory(options.model)
+    workers.check(options)
     require("pagepool serve", "serve", "starlette", "uvicorn", "prometheus_client", "jinja2")
     logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("pagepool").setLevel(logging.INFO)
     if options.no_access_log:
         logging.getLogger("pagepool.access").setLevel(logging.WARNING)
-    uvicorn = import_module("uvicorn")
-    keys = read_keys(options.api_key, options.api_key_file)
-    check_certificate(options.ssl_certfile, options.ssl_keyfile)
+    credentials = Credentials(options)
     with listening(options) as (sock, url):
-        loading = import_module("pagepool.serve.loading").Loading()
         most = allowed_connections(options.max_connections)
-        connection = partial(import_module("pagepool.serve.connections").Connection, most=most)
-        config = uvicorn.Config(
+        if options.workers is not None:
+            app = app_options(options, credentials)
+            service = import_module("pagepool.cluster.door").Service(
+                app, most, options.ssl_certfile, options.ssl_keyfile, access_log=not options.no_access_log
+            )
+            return workers.run(options, service, credentials, sock, url)
+        loading = import_module("pagepool.serve.loading").Loading()
+        server = import_module("pagepool.serve.connections").http_server(
             loading,
-            http=connection,
-            log_level="warning",
-            timeout_graceful_shutdown=GRACE,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE,
-            server_header=False,
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile,
+            most,
+            certificate=options.ssl_certfile,
+            key=options.ssl_keyfile,
+            grace=GRACE,
         )
-        serving = Serving(options, uvicorn.Server(config), loading, keys, url)
+        serving = Serving(options, server, loading, credentials, url)
         before = signal.getsignal(signal.SIGHUP)
         if before is not signal.SIG_IGN:  # nohup ignores it
             signal.signal(signal.SIGHUP, serving.drain)
@@ -196,11 +204,13 @@ def run(options: argparse.Namespace) -> int:
 class Serving:
     """A server that answers while a thread loads its model. The event loop runs in the main thread."""
 
-    def __init__(self, options: argparse.Namespace, server: Any, loading: Any, keys: dict[str, str], url: str) -> None:
-        self._options, self._server, self._loading, self._keys, self._url = options, server, loading, keys, url
+    def __init__(
+        self, options: argparse.Namespace, server: Any, loading: Any, credentials: Credentials, url: str
+    ) -> None:
+        self._options, self._server, self._loading, self._url = options, server, loading, url
+        self._credentials = credentials
         self._name = options.name or model_directory(options.model).resolve().name
         self.drain = server.handle_exit = Drain(server, options.drain)
-        self._files = Watched([options.api_key_file], [options.ssl_certfile, options.ssl_keyfile])
         self._ended = Event()
         self._error: BaseException | None = None  # the exception that ended the thread
         self._status = 0
@@ -238,86 +248,37 @@ class Serving:
             self._server.should_exit = True
 
     def _reload(self) -> None:
-        """Read API keys and certificate again if their files have changed. A file with an error changes nothing."""
-        options = self._options
-        keys_changed, certificate_changed = self._files.changes()
-        try:
-            if keys_changed:
-                keys = read_keys(options.api_key, options.api_key_file)
-                self._loading.app.state.set_api_keys(keys)
-                logger.info("%s: read again, %d API keys", options.api_key_file, len(keys))
-            if certificate_changed:
-                check_certificate(options.ssl_certfile, options.ssl_keyfile)
-                self._server.config.ssl.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-                logger.info("%s: read again", options.ssl_certfile)
-        except (UsageError, OSError) as error:
-            logger.error("the earlier API keys and certificate stay: %s", error)
+        """Use new API keys and a new certificate if their files have changed."""
+        keys_changed, certificate_changed = self._credentials.changes()
+        if keys_changed:
+            self._loading.app.state.set_api_keys(self._credentials.api_keys)
+        if certificate_changed:
+            self._server.config.ssl.load_cert_chain(self._options.ssl_certfile, self._options.ssl_keyfile)
 
     def _app(self, engine: Any) -> Any:
-        options = self._options
-        return import_module("pagepool.serve.app").create_app(
-            engine,
-            self._name,
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_requests=options.max_requests,
-            timeout=options.timeout,
-            api_keys=self._keys,
-            admin_key=options.admin_key,
-            allowed_hosts=["*"] if options.uds else [options.host, *options.allowed_host],
-            allowed_origins=options.allowed_origin,
-            priorities=options.priorities,
-            shows_cached_tokens=options.show_cached_tokens,
-            special_tokens_in_texts=options.special_tokens_in_texts,
-        )
+        create_app = import_module("pagepool.serve.app").create_app
+        return create_app(engine, self._name, **app_options(self._options, self._credentials))
+
+
+def app_options(options: argparse.Namespace, credentials: Credentials) -> dict[str, Any]:
+    """Return the arguments of `create_app`."""
+    return {
+        "max_prompt_tokens": options.max_prompt_tokens,
+        "max_requests": options.max_requests,
+        "timeout": options.timeout,
+        "api_keys": credentials.api_keys,
+        "admin_key": options.admin_key,
+        "allowed_hosts": ["*"] if options.uds else [options.host, *options.allowed_host],
+        "allowed_origins": options.allowed_origin,
+        "priorities": options.priorities,
+        "shows_cached_tokens": options.show_cached_tokens,
+        "special_tokens_in_texts": options.special_tokens_in_texts,
+    }
 
 
 def say(line: str) -> None:
     """Print a line on standard error."""
     print(line, file=sys.stderr, flush=True)
-
-
-def read_keys(given: list[str], file: str | None) -> dict[str, str]:
-    """Return the tenant of each API key. A key without a tenant gets a tenant of its own.
-
-    Raises `UsageError`. Its message never contains a key.
-    """
-    lines = [("--api-key", key) for key in given]
-    if file is not None:
-        try:
-            text = Path(file).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{file}: cannot be read: {error}") from None
-        lines += [(f"{file}, line {number}", line) for number, line in enumerate(text.splitlines(), 1)]
-    found: dict[str, str] = {}
-    for place, line in lines:
-        words = line.split()
-        if place != "--api-key" and (not words or words[0].startswith("#")):
-            continue
-        if not 1 <= len(words) <= (1 if place == "--api-key" else 2) or not (
-            words[-1].isascii() and words[-1].isprintable()
-        ):
-            raise UsageError(
-                f"{place}: an API key must be one word of printable ASCII characters, after its tenant or alone"
-            )
-        key = words[-1]
-        tenant = words[0] if len(words) == 2 else "key " + sha256(key.encode()).hexdigest()[:16]
-        if found.setdefault(key, tenant) != tenant:
-            raise UsageError(f"{place}: the key has two tenants, {found[key]!r} and {tenant!r}")
-    if file is not None and not found:
-        raise UsageError(f"{file}: the file has no API keys")
-    return found
-
-
-def check_certificate(certificate: str | None, key: str | None) -> None:
-    """Raise `UsageError` if the files cannot be used for TLS."""
-    if certificate is None:
-        if key is not None:
-            raise UsageError("--ssl-keyfile needs --ssl-certfile")
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        raise UsageError(f"{certificate}: cannot be used for TLS: {error}") from None
 
 
 def allowed_connections(asked: int) -> int:

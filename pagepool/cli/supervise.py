@@ -12,7 +12,7 @@ from threading import Event
 from time import monotonic
 from typing import Any
 
-__all__ = ["GRACE", "Drain", "Figures", "Watched", "watch"]
+__all__ = ["GRACE", "POLL", "Drain", "Figures", "watch"]
 
 POLL = 0.25  # seconds between two checks of the engine and of files
 DRAIN_POLL = 0.05  # seconds between two checks whether all requests have been answered
@@ -65,33 +65,6 @@ class Drain:
             self._server.should_exit = True
         else:
             asyncio.get_running_loop().call_later(DRAIN_POLL, self._look)
-
-
-class Watched:
-    """Groups of files. `changes` tells for each group whether one of its files has changed since the last call."""
-
-    def __init__(self, *groups: list[str | None]) -> None:
-        self._groups, self._known = groups, [self._stamps(group) for group in groups]
-
-    def changes(self) -> list[bool]:
-        """Return true for each group of which a file has changed. A file that is missing has not changed."""
-        found = []
-        for number, group in enumerate(self._groups):
-            stamps = self._stamps(group)
-            found.append(None not in stamps and stamps != self._known[number])
-            if found[-1]:
-                self._known[number] = stamps
-        return found
-
-    def _stamps(self, group: list[str | None]) -> list[tuple[int, ...] | None]:
-        found: list[tuple[int, ...] | None] = []
-        for path in filter(None, group):
-            try:
-                stat = os.stat(path)
-                found.append((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns))
-            except OSError:
-                found.append(None)
-        return found
 
 
 class Figures:

@@ -22,7 +22,8 @@ from test_generate import SECONDS, served, start  # noqa: E402
 
 import pagepool  # noqa: E402
 from pagepool import cli  # noqa: E402
-from pagepool.cli import serve  # noqa: E402
+from pagepool.cli import serve as serve_command  # noqa: E402
+from pagepool.cli.credentials import read_keys  # noqa: E402
 from pagepool.cli.supervise import Figures  # noqa: E402
 from pagepool.cli.usage import UsageError  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
@@ -37,7 +38,7 @@ def ended(process, status=0):
 def test_keys_come_from_the_command_line_and_from_a_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# tenants\n\none first\none second\nthird\n")
-    found = serve.read_keys(["fourth"], str(file))
+    found = read_keys(["fourth"], str(file))
     assert {key: tenant for key, tenant in found.items() if tenant == "one"} == {"first": "one", "second": "one"}
     assert list(found) == ["fourth", "first", "second", "third"] and found["third"] != found["fourth"]
     assert not any(key in tenant for key, tenant in found.items() if key in ("third", "fourth"))
@@ -59,7 +60,7 @@ def test_a_key_that_cannot_be_used_is_refused_and_not_shown(tmp_path, given, tex
     if text is not None:
         file.write_text(text, encoding="utf-8")
     with pytest.raises(UsageError, match=re.escape(said)) as error:
-        serve.read_keys(given, None if text is None else str(file))
+        read_keys(given, None if text is None else str(file))
     assert "schlüssel" not in str(error.value)
 
 
@@ -106,7 +107,7 @@ def variable(name):
 def chosen(monkeypatch, *arguments):
     """The options with which `pagepool serve` would run."""
     found = []
-    monkeypatch.setattr(serve, "run", lambda options: found.append(vars(options)) or 0)
+    monkeypatch.setattr(serve_command, "run", lambda options: found.append(vars(options)) or 0)
     assert cli.main(["serve", *arguments]) == 0
     return found[0]
 
