@@ -2,7 +2,7 @@
 
 unset  `make test`: without the tests marked `slow`, with a part of the cases of those marked `one_in`
 1      `make test-all`: everything
-n      an nth of the cases of each test function
+n      an nth of the cases of each test function, and of the random programs
 """
 
 import os
@@ -15,4 +15,4 @@ def examples(count, **more):
     """Return hypothesis's settings for `count` examples, or for 20 times as many in `make test-all`."""
     from hypothesis import settings
 
-    return settings(max_examples=20 * count if WHOLE else count, deadline=None, **more)
+    return settings(max_examples=20 * count if WHOLE else -(-count // max(SHARE, 1)), deadline=None, **more)

@@ -120,6 +120,7 @@ def test_exactly_representable_queries_and_equal_scores_are_exact():
     np.testing.assert_allclose(lse, right[1], rtol=LIMIT)
 
 
+@pytest.mark.one_in(6)
 @both
 @pytest.mark.parametrize("options", [{}, *VARIANTS], ids=str)
 @pytest.mark.parametrize(

@@ -96,10 +96,9 @@ def test_on_instruction_sets(name, run_on):
 @pytest.mark.parametrize("isa", FEW)
 def test_every_variant_is_right_and_reads_nothing_past_the_end_of_a_mapping(isa, run_on):
     """Only baseline, whose fma is software, has other bits than the best set."""
-    if isa == "baseline":
-        run_on(isa, "variants.c", 1 if WHOLE else 16)
-    else:
-        assert run_on(isa, "variants.c") == run_on(ISAS[0], "variants.c")
+    step = 1 if WHOLE else 16 if isa == "baseline" else 3
+    bits = run_on(isa, "variants.c", step)
+    assert isa == "baseline" or bits == run_on(ISAS[0], "variants.c", step)
 
 
 @pytest.mark.skipif(

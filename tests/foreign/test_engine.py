@@ -40,6 +40,7 @@ def by_the_python_api(pool, k, v, q):
     return out
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_threads_without_the_gil_get_the_bits_of_the_python_api(engine, num_threads, dtype):

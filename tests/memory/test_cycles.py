@@ -76,6 +76,7 @@ def tie(allocator, rng):
     return [weakref.ref(one) for one in (knot, pool, states, cache, hybrid)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_cycle_of_all_objects_is_collected_and_leaves_nothing(seed):
     rng = random.Random(seed)

@@ -22,6 +22,7 @@ def replaced(runner):
     return {type(module).__name__ for module in runner._paged_forward.hooks._replaced}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "fused_classes"),
     [

@@ -258,6 +258,7 @@ def test_a_chat_needs_a_template(capsys, tmp_path):
     assert code == 2 and "--chat needs" in err and "chat template" in err
 
 
+@pytest.mark.slow
 def test_a_chat_reports_a_prompt_that_does_not_fit_and_continues():
     process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8")
     out, err = process.communicate("x = 1; " * 900 + "\nshort\n", SECONDS)
@@ -265,6 +266,7 @@ def test_a_chat_reports_a_prompt_that_does_not_fit_and_continues():
     assert "1024" in err and "8 tokens" in err
 
 
+@pytest.mark.slow
 def test_a_chat_forgets_its_oldest_turns_when_the_context_is_full():
     process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--system", "write code")
     _, err = process.communicate(("x = 1; " * 40 + "\n") * 6, SECONDS)
@@ -277,6 +279,7 @@ def test_a_chat_forgets_its_oldest_turns_when_the_context_is_full():
     assert lengths[-1] + turn + 8 > 1024  # no more turns are dropped than necessary
 
 
+@pytest.mark.slow
 def test_a_chat_restarts_after_reset():
     process = start("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--system", "write code")
     _, err = process.communicate("open a file\nread it\n/reset\nopen a file\n", SECONDS)
@@ -285,6 +288,7 @@ def test_a_chat_restarts_after_reset():
     assert first == third < second
 
 
+@pytest.mark.slow
 def test_a_chat_on_a_terminal_greets_and_edits_lines():
     pytest.importorskip("readline", reason="this Python has no readline")
     ours, theirs = os.openpty()
@@ -350,6 +354,7 @@ def served(*arguments):
     raise AssertionError("".join(lines))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_running_requests_end_and_refuses_others_until_then(number):
     process, name, url = served()
@@ -376,6 +381,7 @@ def test_a_signal_lets_running_requests_end_and_refuses_others_until_then(number
     assert "1 request runs, waiting up to 60 s" in line
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("drain", "signals"), [("0", 1), ("60", 2)])
 def test_requests_after_the_drain_time_get_503_as_json(stream, drain, signals):

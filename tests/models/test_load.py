@@ -119,6 +119,7 @@ def test_a_thousand_requests_in_process_leave_nothing():
     assert not [thing for thing in gc.get_objects() if type(thing) is Generation]
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_over_http_leave_nothing():
     def ends(counts):
         return sum(counts.values()) >= REQUESTS

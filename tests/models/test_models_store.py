@@ -123,6 +123,7 @@ def test_arguments_that_cannot_be_get_one_sentence(tmp_path, capsys):
         assert code == 2 and said in err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_generate_finds_the_prompt_of_an_earlier_process(tmp_path):
     for cached in (0, 288):
         file = tmp_path / "figures.json"
@@ -192,6 +193,7 @@ def test_a_text_goes_on_from_its_session(tmp_path):
             tokens = [*tokens, *generation.token_ids, *engine.encoder.encode(" and", add_special_tokens=False)]
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_from_its_session(tmp_path):
     session = str(tmp_path / "session")
     options = ("generate", "--chat", "--threads", "1", "--max-new-tokens", "8", "--session", session)

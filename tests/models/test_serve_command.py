@@ -228,6 +228,7 @@ def test_keys_and_hosts_of_the_command_line_are_asked_for(tmp_path):
     assert "mine" not in ended(process)
 
 
+@pytest.mark.slow
 def test_keys_and_certificate_are_read_again_when_their_files_change(tmp_path):
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed, which makes the certificate")
@@ -270,6 +271,7 @@ raise SystemExit(main(["serve", "--port", "0", "--threads", "1"]))
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_while_the_model_loads_requests_get_503(tmp_path, is_stopped):
     environment = {**os.environ, "PYTHONPATH": str(Path(pagepool.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}

@@ -73,6 +73,7 @@ def conversations(random, new):
     return prompts
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("make", [loop, system_prompts, scans, conversations], ids=lambda make: make.__name__)
 def test_our_own_policy_is_at_least_lru_and_more_than_arc_in_sum(make, seed):

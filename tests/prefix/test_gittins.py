@@ -45,6 +45,7 @@ def hits(policy, rows, capacity):
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", traces.TRACES)
 def test_it_has_at_least_the_hits_of_lru_and_more_than_arc_in_total(name):
     """If LRU is optimal or the load changes abruptly, it may lose hits up to a quarter of the capacity."""
@@ -116,6 +117,7 @@ def test_look_ups_of_runs_give_the_same_decisions_as_block_by_block(name, capaci
     assert list(served(pagepool, rows, capacity)) == list(served(reference, rows, capacity))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("capacity", [150, 300, 500])
 def test_parts_of_a_run_with_different_use_counts_are_distinguished(capacity):
     """Conversations of many turns: earlier blocks were used more often than later blocks of the same request."""
@@ -129,6 +131,7 @@ def test_parts_of_a_run_with_different_use_counts_are_distinguished(capacity):
     assert list(served(pagepool, rows, capacity)) == list(served(reference, rows, capacity))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("capacity", [150, 400, 1000])
 @pytest.mark.parametrize("name", ["conversations", "recency", "documents"])
 def test_its_shadow_of_lru_counts_the_hits_of_lru(name, capacity):

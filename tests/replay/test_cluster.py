@@ -89,6 +89,7 @@ def test_a_request_waits_for_the_step_that_its_worker_is_in(make_trace, capsys):
     assert row["load_spread"] == 3 and row["used_workers"] == 1  # one did everything
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("link", [(), ("--link", "0.001,50"), ("--link", "10,1")])
 @pytest.mark.parametrize("blocks", ["30", "1000"])
 def test_every_token_is_computed_found_or_moved(make_trace, capsys, link, blocks):

@@ -119,6 +119,7 @@ class World:
         assert self.states is None or self.states.used_count == 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("windows", "slots", "lookahead"), [(None, None, 0), (None, None, 2), ([None, 8], None, 0), ([None], 4, 0)], ids=str
 )

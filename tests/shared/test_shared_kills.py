@@ -67,6 +67,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_recovery_is_found(tmp_path, fault):
     program = build_faulty("kills.c", tmp_path, FAULTS[fault])

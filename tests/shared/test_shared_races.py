@@ -66,6 +66,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_that_only_shows_in_a_race_is_found(tmp_path, fault):
     program = build_faulty("race.c", tmp_path, *FAULTS[fault])
