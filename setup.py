@@ -2,6 +2,7 @@
 
 Environment: CC chooses the compiler. PAGEPOOL_DEBUG=1 builds with assertions and makes warnings of our C errors.
 PAGEPOOL_SANITIZE=address,undefined (or thread) adds sanitizers. Each variant has its own folder below build/.
+CFLAGS=-O0 compiles the extension modules, not the library, in a quarter of the time.
 Flags stay at the ABI floor: the kernels choose their instruction set at run time, by target pragmas.
 """
 
@@ -30,6 +31,7 @@ JOBS = min(8, os.cpu_count() or 1)
 COMMON = ["-std=c11", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-fPIC"]
 # -g1 names the lines of a report; -g doubles the time that kernels take to compile.
 OPTIMISE = ["-O1", "-g1", "-UNDEBUG"] if DEBUG or SANITIZE else ["-O3", "-g0", "-DNDEBUG"]
+OWN_LEVEL = re.search(r"(^| )-O", os.environ.get("CFLAGS", "")) is not None
 WARN = ["-Wall", "-Wextra", *(["-Werror"] if DEBUG else [])]
 SAN = [f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"] if SANITIZE else []
 # Each module keeps its copy of the library to itself, so that two of them in one process never mix.
@@ -200,7 +202,7 @@ def extension(module):
             ("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION"),
             ("NPY_TARGET_VERSION", "NPY_1_23_API_VERSION"),  # the oldest NumPy that the wheel runs with
         ],
-        extra_compile_args=[*COMMON, *OPTIMISE, "-Wall", "-Wextra", *CYTHON_QUIET, *SAN],
+        extra_compile_args=[*COMMON, *OPTIMISE[OWN_LEVEL:], "-Wall", "-Wextra", *CYTHON_QUIET, *SAN],
         extra_link_args=LINK,
         depends=C_DEPENDS,
     )
