@@ -240,10 +240,12 @@ def runtime(*names):
 def san_python(session):
     """The tests of memory, kernels and prefix cache under ASan and UBSan, with a sixth of the cases of each."""
     build(session, "address-undefined", PAGEPOOL_SANITIZE="address,undefined", **UNOPTIMISED)
-    known = "memory attention prefix engine/test_sampling.py integrations/test_elementwise.py"
+    known = "memory attention prefix engine/test_sampling.py"
+    known += " integrations/test_elementwise.py integrations/test_linear_quantised.py"
     names = os.environ.get("SAN_TESTS", known).split()
     options = ["--capture=sys", "-k", "not canonical_order", "--ignore=tests/attention/test_isas.py"]
-    env = {"PYTHONMALLOC": "malloc", "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "halt_on_error=1"}
+    env = {"PYTHONMALLOC": "malloc", "UBSAN_OPTIONS": "halt_on_error=1"}
+    env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
     env |= {"LD_PRELOAD": runtime("libasan.so", "libubsan.so"), **part("6")}
     test_build(session, "address-undefined", *options, *tests_of(*names), **env)
 
