@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -173,9 +173,8 @@ class Running:
         logging.getLogger("ray.serve").setLevel("ERROR")
         os.environ.setdefault("RAY_worker_niceness", "0")  # with Ray's 15, other work can keep workers from starting
         engine = {"num_blocks": 1024}
-        self._stack = ExitStack()
-        serving = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine=engine)
-        self.front_end = self._stack.enter_context(serving).front_end
+        self._cluster = serve(MODEL, 2, 1, dtype="float32", port=PORT, threads=1, engine=engine)
+        self.front_end = self._cluster.front_end
         self.wait(lambda: len(self.workers()) == 3)
 
     def wait(self, condition: Any) -> None:
@@ -220,7 +219,7 @@ class Running:
 
     def close(self) -> None:
         """End all processes."""
-        self._stack.close()
+        self._cluster.close()
 
 
 def counts_of(stats: dict[str, Any]) -> dict[str, int]:

@@ -4,7 +4,9 @@ import contextlib
 import importlib.util
 import io
 import random
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -46,9 +48,8 @@ def test_messages_of_ray_s_threads_do_not_reach_the_tables_of_the_demo():
 
 def test_a_worker_that_cannot_start_says_why_and_leaves_no_ray():
     sentence = "did not start: ValueError: num_blocks must be at least 1, not -5"
-    cluster = serve(MODEL, 1, dtype="float32", port=PORT, engine={"num_blocks": -5})
-    with pytest.raises(RuntimeError, match=sentence), cluster:
-        pass
+    with pytest.raises(RuntimeError, match=sentence):
+        serve(MODEL, 1, dtype="float32", port=PORT, engine={"num_blocks": -5})
     assert not ray.is_initialized()
     socket.create_server(("127.0.0.1", PORT)).close()
 
@@ -77,3 +78,48 @@ def test_workers_are_added_while_more_waits_than_one_can_compute():
                 thread.join(SECONDS)
     assert statuses == {200}
     assert not ray.is_initialized()
+
+
+def test_the_command_serves_with_its_keys_drains_and_leaves_no_process(tmp_path):
+    keys, body = tmp_path / "keys", {"prompt": "def ", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    keys.write_text("first")
+    command = ["serve", "--workers", "2", "--port", str(PORT), "--threads", "1", "--model", str(MODEL)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pagepool", *command, "--pool-bytes", "64M", "--api-key-file", str(keys)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        end = time.monotonic() + SECONDS
+        while status("/ready") != 200:
+            assert time.monotonic() < end and process.poll() is None, "the command does not serve"
+            time.sleep(0.2)
+        assert (status("/v1/models"), status("/v1/models", "first"), status("/v1/models", "second")) == (401, 200, 401)
+        keys.write_text("second")
+        while status("/v1/models", "second") != 200:
+            assert time.monotonic() < end, "the new key is not read"
+            time.sleep(0.2)
+        assert status("/v1/models", "first") == 401
+        headers = {"authorization": "Bearer second"}
+        with httpx.stream("POST", f"{URL}/v1/completions", json=body, headers=headers, timeout=SECONDS) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            while status("/ready") == 200:
+                time.sleep(0.05)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert process.wait(SECONDS) == 0
+    finally:
+        process.kill()
+        log = process.communicate()[1]
+    assert f"tiny_llama at {URL}/v1" in log and '"POST /v1/completions" 200' in log
+    assert "first" not in log and "second" not in log
+
+
+def status(path, key=None):
+    """Return the status of an answer, or None if the port is closed."""
+    try:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.get(URL + path, headers=headers, timeout=SECONDS).status_code
+    except httpx.ConnectError:
+        return None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,8 @@ BACKLOG = 1024
 LIFE = {"graceful_shutdown_wait_loop_s": 0.1, "graceful_shutdown_timeout_s": 10.0}
 
 
-@dataclass
 class Cluster:
-    """A model that is being served by several engines.
+    """A model that is being served by several engines. Also a context manager, whose end is `close`.
 
     Attributes
     ----------
@@ -40,11 +37,20 @@ class Cluster:
         Gives the socket to the front end.
     """
 
-    front_end: Any
-    door: Door
+    def __init__(self, front_end: Any, door: Door, opened: ExitStack) -> None:
+        self.front_end, self.door, self._opened = front_end, door, opened
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the port and stop the front end and the workers, and Ray if `serve` has started it."""
+        self._opened.close()
 
 
-@contextmanager
 def serve(
     model: str | Path,
     workers: int | tuple[int, int] = 2,
@@ -60,13 +66,12 @@ def serve(
     sock: socket.socket | None = None,
     service: Service | None = None,
     log: Any = None,
-) -> Iterator[Cluster]:
-    """Serve a model with several engines, each in a separate process, until the block ends.
+) -> Cluster:
+    """Serve a model with several engines, each in a separate process.
 
     Starts Ray and Serve on this machine unless they are running. Ray is started without dashboard and usage reports,
-    and Serve without its HTTP proxy. The block begins when the application answers requests. Its end stops the workers
-    and the front end, and Ray if this call has started it. The front end runs on this machine. While Ray restarts it,
-    a thread of this process answers with status 503 and Retry-After.
+    and Serve without its HTTP proxy. The call returns when the application answers requests. The front end runs on this
+    machine. While Ray restarts it, a thread of this process answers with status 503 and Retry-After.
 
     Parameters
     ----------
@@ -100,8 +105,8 @@ def serve(
 
     Returns
     -------
-    context manager
-        Its value is a `Cluster`.
+    Cluster
+        `close`, or the end of a `with` block, ends it.
 
     Raises
     ------
@@ -137,20 +142,20 @@ def serve(
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: it has no config.json, so it holds no model")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray, ray_serve, config = import_module("ray"), import_module("ray.serve"), import_module("ray.serve.config")
-    if prefill:
-        import_module("pagepool.transfer.nixl").load_nixl()
-    parts = import_module("pagepool.cluster.ray.deployments")
     service = service or Service()
     service.app = app_options(host, {**service.app, **(app or {})})
-    given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
-    given["engine"] = engine or {}
-    router = config.RequestRouterConfig(request_router_class="pagepool.cluster.ray.routing.NamedReplicaRouter")
-    common = {"max_ongoing_requests": MANY, **HEALTH, **LIFE}
     with ExitStack() as stack:
         if sock is None:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             sock = stack.enter_context(socket.create_server((host, port), family=family, backlog=BACKLOG))
+        door = Door(sock, service, log)  # before Ray, which takes seconds to start
+        stack.callback(door.close)
+        ray, ray_serve, config = import_module("ray"), import_module("ray.serve"), import_module("ray.serve.config")
+        if prefill:
+            import_module("pagepool.transfer.nixl").load_nixl()
+        parts = import_module("pagepool.cluster.ray.deployments")
+        given: dict[str, Any] = {"model": str(folder), "name": name or folder.name, "dtype": dtype, "threads": threads}
+        given |= {"engine": engine or {}, "door": door.path}
         if not ray.is_initialized():
             stack.callback(ray.shutdown)
             ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
@@ -159,9 +164,8 @@ def serve(
         if parts.APPLICATION in ray_serve.status().applications:
             raise RuntimeError("this Ray cluster serves a model already: end it first")
         stack.callback(ray_serve.delete, parts.APPLICATION)
-        door = Door(sock, service, log)
-        stack.callback(door.close)
-        given["door"] = door.path
+        router = config.RequestRouterConfig(request_router_class="pagepool.cluster.ray.routing.NamedReplicaRouter")
+        common = {"max_ongoing_requests": MANY, **HEALTH, **LIFE}
         actor = {"num_cpus": 0}
         worker = ray_serve.deployment(parts.WorkerReplica).options(
             request_router_config=router, ray_actor_options=actor, **common
@@ -180,7 +184,7 @@ def serve(
         except Exception as error:
             reason = _reason(ray_serve.status(), parts.APPLICATION) or str(error)
             raise RuntimeError(f"the workers or the front end did not start: {reason}") from error
-        yield Cluster(handle, door)
+        return Cluster(handle, door, stack.pop_all())
 
 
 def app_options(host: str, given: dict[str, Any]) -> dict[str, Any]:
