@@ -32,7 +32,7 @@ extension = Extension(
     include_dirs=[include],
     library_dirs=[library],
     libraries=["pagepool"],
-    extra_compile_args=["-std=c11", "-O2", "-pthread", *flags],
+    extra_compile_args=["-std=c11", "-O1", "-pthread", *flags],
     extra_link_args=["-pthread", *flags],
 )
 directives = {"language_level": 3, "boundscheck": False, "wraparound": False, "cdivision": True}

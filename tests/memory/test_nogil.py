@@ -39,7 +39,7 @@ def test_threads_share_an_allocator(foreign):
     refused = 0
     for _ in range(50):  # until a call is refused: on a slow machine this may take several rounds
         with ThreadPoolExecutor(6) as pool:
-            results = list(pool.map(lambda seed: foreign.hammer(allocator, 2.0 if WHOLE else 0.5, seed), range(6)))
+            results = list(pool.map(lambda seed: foreign.hammer(allocator, 2.0 if WHOLE else 0.2, seed), range(6)))
         allocator.check()
         assert allocator.in_use == 0
         assert sum(errors for _, _, errors in results) == 0

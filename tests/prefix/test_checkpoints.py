@@ -280,7 +280,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = examples(100, stateful_step_count=40)
+TestMachine.settings = examples(60, stateful_step_count=40)
 
 
 def test_a_budget_uses_memory_only_for_stored_states():

@@ -194,6 +194,7 @@ def test_long_runs_that_part_agree_with_the_reference(policy, urandom):
     assert longest > 20
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_sessions_that_grow_by_turns_agree_with_the_reference(policy):
     """A loop longer than the cache, with branches: many groups are learnt and dropped, and found blocks stay in use."""

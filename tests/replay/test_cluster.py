@@ -40,6 +40,7 @@ def sessions(seed, count=12):
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 def test_one_worker_is_a_plain_replay(make_trace, capsys, route, policy):

@@ -72,6 +72,7 @@ def test_sizes(text, capsys):
     assert "must be a size such as" in capsys.readouterr().err
 
 
+@pytest.mark.one_in(3)
 @needs_traces
 @pytest.mark.parametrize("policy", ["lru", "gittins"])
 @pytest.mark.parametrize("capacity", [[], ["--capacity", "5859"], ["--capacity", "20000"]])

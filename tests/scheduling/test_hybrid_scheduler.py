@@ -322,7 +322,7 @@ def test_blocks_before_a_window_stay_cached_until_other_requests_need_blocks():
     assert allocator.peak_in_use == 24 and scheduler.num_preemptions == 0
 
 
-@examples(120)
+@examples(60)
 @given(st.integers(0, 2**32))
 def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
     """Preemption, recomputation, forks, stops and cancels, with one or several groups, and with too few slots."""

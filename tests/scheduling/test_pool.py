@@ -368,5 +368,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.allocator.in_use == 0
 
 
-SchedulerMachine.TestCase.settings = examples(150, stateful_step_count=40)
+SchedulerMachine.TestCase.settings = examples(100, stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -176,7 +176,7 @@ def test_waiting_requests_continue_when_the_first_is_preempted():
     run(scheduler)
 
 
-@examples(60)
+@examples(40)
 @given(st.integers(0, 2**32))
 def test_keys_and_values_are_right_with_random_waiting_requests(seed):
     """All requests end, although some are stopped at random and the pool is too small for all."""

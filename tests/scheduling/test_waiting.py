@@ -115,7 +115,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
 
 class TestWaitingMachine(WaitingMachine.TestCase):
-    settings = examples(150, stateful_step_count=60)
+    settings = examples(100, stateful_step_count=60)
 
 
 @pytest.mark.parametrize("policy", ["fair", "fcfs", "priority"])
