@@ -37,7 +37,7 @@ class Service:
     Attributes
     ----------
     app : dict
-        Arguments of `pagepool.serve.app.create_app`.
+        Arguments of `create_app`.
     max_connections : int
         Maximum number of open connections.
     certificate, key : str or None
