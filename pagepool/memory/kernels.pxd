@@ -13,34 +13,35 @@ cdef extern from "linear_quantised.h" nogil:
 
 # As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h, elementwise.h, linear.h and
 # linear_quantised.h.
-cdef pp_status c_kv_append_rows(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping, int64_t num_tokens,
-                                pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil
-cdef pp_status c_kv_gather(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
-                           int64_t seq_len, float *k, float *v) noexcept nogil
-cdef void c_widen(float *to, const void *source, int64_t n, pp_dtype dtype) noexcept nogil
-cdef pp_status c_decode_args(const pp_decode_args *args, int num_threads) noexcept nogil
-cdef pp_status c_merge_states(const pp_merge_args *args) noexcept nogil
-cdef void c_weigh(const float *logits, int64_t n, float most, float scale, float *weights, float *sums) noexcept nogil
-cdef void c_keep_ahead(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept nogil
-cdef double c_draw_total(const float *sums, int64_t num_chunks) noexcept nogil
-cdef int64_t c_draw(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept nogil
-cdef int64_t c_largest_bf16(const uint16_t *logits, int64_t n) noexcept nogil
-cdef void c_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
-                     int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept nogil
-cdef void c_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows, int64_t heads,
-                   int64_t dim, int num_threads) noexcept nogil
-cdef void c_lookup_mul(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
-                       int64_t n, uint16_t *out, int num_threads) noexcept nogil
-cdef int c_linear_has_few() noexcept nogil
-cdef pp_status c_linear_few(const uint16_t *x, int64_t rows, int64_t inputs, const void *weight, const uint16_t *bias,
-                            int64_t outputs, uint16_t *out, int num_threads) noexcept nogil
-cdef pp_status c_linear_quantised(const void *x, pp_dtype dtype, int64_t rows, int64_t inputs,
-                                  const pp_quantised *weights, int32_t num_weights, void *out,
-                                  int num_threads) noexcept nogil
+cdef pp_status (*c_kv_append_rows)(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping,
+                                   int64_t num_tokens, pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil
+cdef pp_status (*c_kv_gather)(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
+                              int64_t seq_len, float *k, float *v) noexcept nogil
+cdef void (*c_widen)(float *to, const void *source, int64_t n, pp_dtype dtype) noexcept nogil
+cdef pp_status (*c_decode_args)(const pp_decode_args *args, int num_threads) noexcept nogil
+cdef pp_status (*c_merge_states)(const pp_merge_args *args) noexcept nogil
+cdef void (*c_weigh)(const float *logits, int64_t n, float most, float scale, float *weights,
+                     float *sums) noexcept nogil
+cdef void (*c_keep_ahead)(float *weights, int64_t num_chunks, int64_t place, float *sums) noexcept nogil
+cdef double (*c_draw_total)(const float *sums, int64_t num_chunks) noexcept nogil
+cdef int64_t (*c_draw)(const float *weights, const float *sums, int64_t num_chunks, double number) noexcept nogil
+cdef int64_t (*c_largest_bf16)(const uint16_t *logits, int64_t n) noexcept nogil
+cdef void (*c_rms_norm)(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
+                        int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept nogil
+cdef void (*c_rotate)(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows,
+                      int64_t heads, int64_t dim, int num_threads) noexcept nogil
+cdef void (*c_lookup_mul)(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,
+                          int64_t n, uint16_t *out, int num_threads) noexcept nogil
+cdef int (*c_linear_has_few)() noexcept nogil
+cdef pp_status (*c_linear_few)(const uint16_t *x, int64_t rows, int64_t inputs, const void *weight,
+                               const uint16_t *bias, int64_t outputs, uint16_t *out, int num_threads) noexcept nogil
+cdef pp_status (*c_linear_quantised)(const void *x, pp_dtype dtype, int64_t rows, int64_t inputs,
+                                     const pp_quantised *weights, int32_t num_weights, void *out,
+                                     int num_threads) noexcept nogil
 cdef void c_use_fork_join(size_t fork_join, int team_size) noexcept nogil
-cdef int c_default_num_threads() noexcept nogil
-cdef int c_num_threads_forced_unusable() noexcept nogil
-cdef const char *c_isa() noexcept nogil
-cdef const char *c_isa_available(int i) noexcept nogil
-cdef int c_isa_forced_unavailable() noexcept nogil
-cdef int c_tiles_refused() noexcept nogil
+cdef int (*c_default_num_threads)() noexcept nogil
+cdef int (*c_num_threads_forced_unusable)() noexcept nogil
+cdef const char *(*c_isa)() noexcept nogil
+cdef const char *(*c_isa_available)(int i) noexcept nogil
+cdef int (*c_isa_forced_unavailable)() noexcept nogil
+cdef int (*c_tiles_refused)() noexcept nogil
