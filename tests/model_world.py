@@ -3,11 +3,11 @@
 from types import SimpleNamespace
 
 import numpy as np
+from plain_checkpoints import StateCheckpoints as PlainCheckpoints
 
 import pagepool
 from pagepool import KvGroup, KvLayout, PoolError, StateCheckpoints, StateLayout, reference
 from pagepool.prefix.eviction import POLICIES
-from pagepool.reference.checkpoints import StateCheckpoints as ReferenceCheckpoints
 
 STATES = StateLayout(layers=[{"h": ((2,), "float32")}])
 SLOTS = 12
@@ -50,7 +50,7 @@ class Core:
                 KvGroup(allocators[place], (self.block_size, self.window_size)[place], window, 24)
                 for place, window in GROUPS
             ]
-            checkpoints = ReferenceCheckpoints if api is reference else StateCheckpoints
+            checkpoints = PlainCheckpoints if api is reference else StateCheckpoints
             self.sides.append(
                 SimpleNamespace(
                     api=api,

@@ -3,13 +3,13 @@
 import tracemalloc
 
 import numpy as np
+import plain_checkpoints
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from refusals import refuses
 from share import examples
 
-import pagepool.reference.checkpoints as reference
 from pagepool import BlockAllocator, InvalidSlot, PoolError, PrefixCache, SsmStatePool, StateCheckpoints, StateLayout
 from pagepool.prefix.checkpoints import REASONS, CheckpointIndex, Stop
 
@@ -240,7 +240,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self, state_bytes, budget, grid, spacing, align):
         options = {"grid": grid, "spacing": spacing, "align": align}
         self.index = CheckpointIndex(state_bytes, budget, **options)
-        self.model = reference.CheckpointIndex(state_bytes, budget, **options)
+        self.model = plain_checkpoints.CheckpointIndex(state_bytes, budget, **options)
 
     @rule(
         state_bytes=st.integers(1, 300),
