@@ -100,11 +100,18 @@ def main(seconds, seed):
                 sizes.append(0)
         return sizes
 
+    def is_enough():
+        return (
+            found["samples"] > 100
+            and found["kills"] > 5
+            and min(found[key] for key in ("stops", "steps", "cached")) > 0
+        )
+
     for i in range(len(MODELS)):
         start(i)
     end = next_act = time.monotonic()
     end += seconds
-    while time.monotonic() < end:
+    while time.monotonic() < end or not is_enough():  # a slow machine takes longer
         sizes = sample()
         if sizes == sample():  # else memory moved while it was counted
             found["samples"] += 1
@@ -130,7 +137,6 @@ def main(seconds, seed):
         path.unlink()
     print(json.dumps(found))
     assert found["most"] <= BYTES and found["wrong"] == 0
-    assert min(found[key] for key in ("samples", "kills", "stops", "steps", "cached")) > 0
 
 
 if __name__ == "__main__":

