@@ -199,8 +199,8 @@ class PageStoreTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         text = _describe(offloading_spec, weights, Path(path))
-        self._store = PageStore(path, max_bytes, Fingerprint(text, page_bytes=self.block_size_bytes))
         self._chunks: Any = np.asarray(primary_kv_view).view(np.uint8)
+        self._store = PageStore(path, max_bytes, Fingerprint(text, page_bytes=self.block_size_bytes))
         self._reader, self._writer = (ThreadPoolExecutor(1, f"pagepool-{name}") for name in ("reader", "writer"))
         self._running: set[Future[None]] = set()
         self._finished: deque[JobResult] = deque()
@@ -247,7 +247,7 @@ class PageStoreTier(SecondaryTierManager):
         return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note a use of each chunk that the store has."""
+        """Note a use of each chunk."""
         for key in keys:
             self._store.touch(key)
 

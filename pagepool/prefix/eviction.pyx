@@ -625,8 +625,8 @@ cdef class EvictionPolicy:
 
     cdef void c_drop(self, int32_t node) noexcept:
         cdef int32_t block = self.order.c_leave(node)
-        while self.order.holds[block]:
-            self.order.c_release(block)
+        self.order.num_held -= self.order.holds[block] != 0
+        self.order.holds[block] = 0
         self.keys[block] = None
         self.spare[self.num_spare] = block
         self.num_spare += 1
