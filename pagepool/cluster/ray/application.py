@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def serve(
         raise ModelError(f"{folder}: it has no config.json, so it holds no model")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     service = service or Service()
-    service.app = app_options(host, {**service.app, **(app or {})})
+    service = replace(service, app=app_options(host, {**service.app, **(app or {})}))
     with ExitStack() as stack:
         if sock is None:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
