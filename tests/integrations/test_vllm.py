@@ -11,8 +11,9 @@ from pagepool import BlockAllocator, PrefixCache
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own warnings at import
     vllm = pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.base import LookupResult
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+    from vllm_tier import new_request
 
     from pagepool.integrations.vllm import GittinsCachePolicy
 
@@ -27,15 +28,8 @@ class Tier:
         self.count = 0
 
     def begin(self, tokens, groups=(0,)):
-        """Return a new request and its keys, one list for each group."""
         self.count += 1
-        request = ReqContext(str(self.count))
-        keys = [[make_offload_key(bytes(tokens[: end + 1]), group) for end in range(len(tokens))] for group in groups]
-        for end, row in enumerate(zip(*keys, strict=True), 1):
-            for key in row:
-                request.set_offload_key_position(key, end)
-        self.manager.on_new_request(request)
-        return request, keys
+        return new_request(self.manager, self.count, tokens, groups)
 
     def found(self, request, keys):
         misses = (n for n, key in enumerate(keys) if self.manager.lookup(key, request) != LookupResult.HIT)

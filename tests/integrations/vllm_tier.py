@@ -41,6 +41,17 @@ def content(key):
     return np.frombuffer(blake2b(key, digest_size=60).digest() * (CHUNK // 60), np.uint8)
 
 
+def new_request(manager, number, tokens, groups=(0,)):
+    """Return a request that `manager` knows, and its keys: one list for each group."""
+    request = ReqContext(str(number))
+    keys = [[make_offload_key(bytes(tokens[: end + 1]), group) for end in range(len(tokens))] for group in groups]
+    for end, row in enumerate(zip(*keys, strict=True), 1):
+        for key in row:
+            request.set_offload_key_position(key, end)
+    manager.on_new_request(request)
+    return request, keys
+
+
 class Tiers:
     """A CPU tier of `chunks` chunks and the store behind it."""
 
@@ -62,11 +73,7 @@ class Tiers:
     def run(self, tokens):
         """Run a request. Check every chunk that is read, and return how many there were."""
         self.count += 1
-        request = ReqContext(str(self.count))
-        keys = [make_offload_key(bytes(tokens[: end + 1]), 0) for end in range(len(tokens))]
-        for end, key in enumerate(keys, 1):
-            request.set_offload_key_position(key, end)
-        self.manager.on_new_request(request)
+        request, [keys] = new_request(self.manager, self.count, tokens)
         found, waits = 0, True
         while waits:
             found, waits = 0, False
