@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pagepool.engine import Engine, Generation, SamplingParams
     from pagepool.memory.budget import MemoryBudget
     from pagepool.prefix.page_store import PageStore
+    from pagepool.prefix.page_tier import PageTier
     from pagepool.prefix.store import PrefixStore
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "Mamba2SequenceState",
     "MemoryBudget",
     "PageStore",
+    "PageTier",
     "PagedSeqState",
     "PoolError",
     "PoolExhausted",
@@ -99,12 +101,14 @@ __all__ = [
     "prefill",
 ]
 
+PLACES = {"PageStore": "page_store", "PageTier": "page_tier", "PrefixStore": "store"}
+
 
 def __getattr__(name: str) -> Any:
     if name in ("Engine", "Generation", "SamplingParams"):  # an engine takes longer to import than all of the above
         return getattr(import_module("pagepool.engine"), name)
     if name == "MemoryBudget":  # only users of shared pools need it
         return import_module("pagepool.memory.budget").MemoryBudget
-    if name in ("PageStore", "PrefixStore"):  # only users of a store need the hashes of OpenSSL
-        return getattr(import_module(f"pagepool.prefix.{'page_store' if name == 'PageStore' else 'store'}"), name)
+    if name in PLACES:  # only users of a store need the hashes of OpenSSL
+        return getattr(import_module(f"pagepool.prefix.{PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
