@@ -23,6 +23,7 @@ from pagepool.cli.credentials import Credentials
 from pagepool.cli.model_options import add_model_arguments, model_directory, open_engine, require, summary_of
 from pagepool.cli.supervise import GRACE, Drain, watch
 from pagepool.cli.usage import UsageError, between, file_name
+from pagepool.config import CHOICES, SchedulerConfig
 
 __all__ = ["add_arguments", "run"]
 
@@ -142,6 +143,13 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
         default=(0, 0),
         metavar="LOW:HIGH",
         help="lowest and highest priority that requests may have; default: only 0",
+    )
+    add(
+        "--policy",
+        choices=CHOICES["policy"],
+        default=SchedulerConfig.policy,
+        help="which request is next: priority (lower number first, then first come), fcfs (first come) or fair (the "
+        "tenant that was served the fewest tokens); default: %(default)s",
     )
     add("--show-cached-tokens", action="store_true", help="tell clients how many tokens of a prompt were cached")
     add("--uds", type=file_name, metavar="PATH", help="listen at a Unix socket that only its owner can use")

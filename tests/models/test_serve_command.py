@@ -166,14 +166,15 @@ def test_the_budgets_of_a_step_come_from_the_command_line(monkeypatch, capsys):
     found = []
 
     def opened(*model, config, **options):
-        found.append((config.max_batch_tokens, config.max_prefill_tokens, config.max_batch_sequences))
+        budgets = (config.max_batch_tokens, config.max_prefill_tokens, config.max_batch_sequences)
+        found.append((*budgets, config.policy))
         raise ValueError("no engine")
 
     monkeypatch.setattr("pagepool.engine.Engine", opened)
-    budgets = ["--max-batch-tokens", "2048", "--max-prefill-tokens", "1024", "--max-sequences", "4"]
+    budgets = ["--max-batch-tokens", "2048", "--max-prefill-tokens", "1024", "--max-sequences", "4", "--policy", "fair"]
     for arguments in ([], budgets):
         assert cli.main(["serve", "--port", "0", *arguments]) == 2
-    assert found == [(512, 256, 32), (2048, 1024, 4)]
+    assert found == [(512, 256, 32, "priority"), (2048, 1024, 4, "fair")]
     with pytest.raises(SystemExit):
         cli.main(["serve", "--max-batch-tokens", "0"])
     assert "--max-batch-tokens" in capsys.readouterr().err
