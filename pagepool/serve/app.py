@@ -23,6 +23,7 @@ from pagepool.engine.generation import Generation
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
 from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.token_texts import TokenTexts
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.serve.access import Access, Keys, salt_of
@@ -43,7 +44,6 @@ from pagepool.serve.protocol import (
     read_tokenize,
 )
 from pagepool.serve.runs import STOPPED, EventStream, Run, events
-from pagepool.serve.token_texts import TokenTexts
 
 __all__ = ["create_app"]
 

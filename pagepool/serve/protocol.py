@@ -12,9 +12,9 @@ from typing import Any
 
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.token_texts import TokenTexts
 from pagepool.serve.errors import RequestError, quoted
 from pagepool.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_fields
-from pagepool.serve.token_texts import TokenTexts
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",

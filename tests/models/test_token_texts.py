@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast  # noqa: E402
 
 from pagepool.engine.generation import Token  # noqa: E402
+from pagepool.engine.token_texts import TokenTexts  # noqa: E402
 from pagepool.serve.protocol import Answer, ChatAnswer, Request  # noqa: E402
-from pagepool.serve.token_texts import TokenTexts  # noqa: E402
 
 EURO = "\u20ac".encode()  # 3 bytes
 ANY = Request([], is_chat=False, model=None)
