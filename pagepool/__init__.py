@@ -46,7 +46,7 @@ from pagepool.scheduling import (
 )
 
 if TYPE_CHECKING:
-    from pagepool.engine import Engine, Generation, SamplingParams
+    from pagepool.engine import Engine, Generation, SamplingParams, Structured
     from pagepool.memory.budget import MemoryBudget
     from pagepool.prefix.page_store import PageStore
     from pagepool.prefix.page_tier import PageTier
@@ -90,6 +90,7 @@ __all__ = [
     "StaleHandle",
     "StateCheckpoints",
     "StateLayout",
+    "Structured",
     "Tenant",
     "TransferError",
     "__version__",
@@ -105,7 +106,12 @@ PLACES = {"PageStore": "page_store", "PageTier": "page_tier", "PrefixStore": "st
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Engine", "Generation", "SamplingParams"):  # an engine takes longer to import than all of the above
+    if name in (
+        "Engine",
+        "Generation",
+        "SamplingParams",
+        "Structured",
+    ):  # an engine takes longer to import than all of the above
         return getattr(import_module("pagepool.engine"), name)
     if name == "MemoryBudget":  # only users of shared pools need it
         return import_module("pagepool.memory.budget").MemoryBudget

@@ -3,5 +3,6 @@
 from pagepool.engine.engine import Engine
 from pagepool.engine.generation import Generation, PromptToken, Token
 from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.structured import Structured
 
-__all__ = ["Engine", "Generation", "PromptToken", "SamplingParams", "Token"]
+__all__ = ["Engine", "Generation", "PromptToken", "SamplingParams", "Structured", "Token"]

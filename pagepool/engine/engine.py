@@ -304,7 +304,9 @@ class Engine(Intake):
             # The callback runs when the caller drops the generation. `Scheduler.cancel` may be called in a finalizer.
             reference = weakref.ref(generation, lambda _: self.scheduler.cancel(seq_id))
             name = seq_id if options.get("request_id") is None else options["request_id"]
-            sampler = Sampler(params, num_generated, request.prompt)
+            output = request.prompt[len(request.prompt) - num_generated :]
+            matcher = None if request.grammar is None else request.grammar.matcher(output)
+            sampler = Sampler(params, num_generated, request.prompt, matcher)
             self._requests[seq_id] = _Running(reference, sampler, request, name, prompt)
             self._counts["prompt_tokens"] += len(request.prompt)
             if self._is_idle:
@@ -407,6 +409,7 @@ class Engine(Intake):
             self._wake.put(self)
         self._thread.join()
         atexit.unregister(self._at_exit)
+        self.grammars.close()
         self._openmp.close()
         if self.store is not None:
             if self.failure is None and self.prefix_cache is not None:

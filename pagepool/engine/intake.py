@@ -11,6 +11,7 @@ from typing import Any
 from pagepool._arguments import wrong
 from pagepool.engine.generation import Generation
 from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.structured import Grammar, Grammars
 from pagepool.engine.tokenizing import TOO_LONG, Detokenizer, Encoder
 from pagepool.errors import RequestRejected
 
@@ -25,18 +26,20 @@ class Request:
     """A checked request.
 
     `params` is complete: `max_new_tokens` is a number, `bad_words` are token ids, and `stop_token_ids` includes the
-    stop tokens of the model unless `ignore_eos` is set.
+    stop tokens of the model unless `ignore_eos` is set without `structured`. `grammar` is the compiled `structured`.
     """
 
     prompt: list[int]
     params: SamplingParams
     detokenizer: Detokenizer
+    grammar: Grammar | None = None
     num_tokens: int = 0  # generated tokens that were passed to `text_of`
 
     def choice(self, **fields: Any) -> Request:
         """Return a request for the same prompt, with other values in some fields of `params`. They are not checked."""
         params = self.params.changed(**fields)
-        return Request(self.prompt, params, Detokenizer(self.detokenizer.tokenizer, self.prompt, params.stop))
+        detokenizer = Detokenizer(self.detokenizer.tokenizer, self.prompt, params.stop)
+        return Request(self.prompt, params, detokenizer, self.grammar)
 
     def text_of(self, token: int, reason: str | None) -> tuple[str, str | None]:
         """Return the text of the next token and its finish reason.
@@ -85,6 +88,7 @@ class Intake(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.encoder = Encoder(tokenizer, vocab_size)
+        self.grammars = Grammars(tokenizer, vocab_size, stop_token_ids)
         self.stop_token_ids = stop_token_ids
         self.max_model_len = max_model_len
         self.sampling_defaults = sampling_defaults or {}
@@ -122,7 +126,8 @@ class Intake(ABC):
         Raises
         ------
         RequestRejected
-            If the request can never run: its prompt is too long or empty, or has unknown tokens. A ValueError.
+            If the request can never run: its prompt is too long or empty or has unknown tokens, or its grammar is not
+            supported. A ValueError.
         EngineClosed
             If the engine accepts no more requests. A RuntimeError.
         TypeError, ValueError
@@ -174,12 +179,15 @@ class Intake(ABC):
             self._check_length(len(prompt), params)  # cheap, so it comes before the check of each token
         tokens = self.encoder.encode(prompt, self.max_prompt_tokens)
         most = self._check_length(len(tokens), params)
-        ends = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self.stop_token_ids
+        ends = params.stop_token_ids
+        if not params.ignore_eos or params.structured is not None:
+            ends |= self.stop_token_ids
         self._check_token("logit_bias", max((token for token, _ in params.logit_bias), default=0))
         self._check_token("stop_token_ids", max(params.stop_token_ids - self.stop_token_ids, default=0))
         words = self.bad_word_ids(params.bad_words)
+        grammar = None if params.structured is None else self.grammars.compiled(params.structured)
         params = params.changed(max_new_tokens=most, stop_token_ids=ends, bad_words=words)
-        return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop))
+        return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop), grammar)
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return the number of new tokens. Raises `RequestRejected` if they do not fit the model or the pool."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from pagepool.engine.generation import Generation
 from pagepool.engine.intake import Request
 from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.structured import Grammars
 from pagepool.engine.tokenizing import Encoder
 
 __all__ = ["TextEngine"]
@@ -20,6 +21,8 @@ class TextEngine(Protocol):
     ----------
     encoder : Encoder
         Turns prompts into token ids.
+    grammars : Grammars
+        Compiles the grammars of `SamplingParams.structured`.
     tokenizer : object or None
         Gives the texts of single tokens.
     max_model_len : int or None
@@ -33,6 +36,7 @@ class TextEngine(Protocol):
     """
 
     encoder: Encoder
+    grammars: Grammars
     tokenizer: Any
     max_model_len: int | None
     sampling_defaults: dict[str, Any]

@@ -13,6 +13,7 @@ import numpy as np
 from pagepool._arguments import integer, real, wrong
 from pagepool.engine.adjusting import Adjuster, adjusts
 from pagepool.engine.drawing import draw
+from pagepool.engine.structured import Matcher, Structured
 from pagepool.errors import RequestRejected
 
 __all__ = [
@@ -73,9 +74,10 @@ class SamplingParams:
     logprobs : int, optional
         Number of most likely tokens that are reported with each token, from 0 to 20. Default: no log probabilities.
     ignore_eos : bool
-        Do not end the text at the stop tokens of the model.
+        Do not end the text at the stop tokens of the model. With `structured`, end it where nothing else is allowed.
     min_tokens : int
-        A stop token or stop string can end the text only after this number of tokens.
+        A stop token or stop string can end the text only after this number of tokens. A complete text of `structured`
+        ends earlier.
     min_p : float
         Sample only tokens with at least this fraction of the highest probability, from 0 to 1.
     presence_penalty : float
@@ -93,6 +95,9 @@ class SamplingParams:
     prompt_logprobs : int, optional
         The same as `logprobs` for the tokens of the prompt. Such a request does not read the prefix cache, because the
         log probabilities of cached tokens are not known.
+    structured : Structured, optional
+        A grammar for the text: tokens that it forbids are never generated. A text that `max_new_tokens`, a stop string
+        or `stop_token_ids` ends may be incomplete.
 
     Raises
     ------
@@ -122,6 +127,7 @@ class SamplingParams:
     logit_bias: Any = ()
     bad_words: Any = ()
     prompt_logprobs: int | None = None
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -139,6 +145,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise wrong("ignore_eos", "a bool", self.ignore_eos)
         integer("min_tokens", self.min_tokens, 0)
+        if not isinstance(self.structured, Structured | None):
+            raise wrong("structured", "a Structured or None", self.structured)
         for name in ("stop", "stop_token_ids"):
             if not isinstance(getattr(self, name), Iterable) or isinstance(getattr(self, name), Mapping):
                 raise wrong(name, "a sequence", getattr(self, name))
@@ -243,6 +251,8 @@ class Sampler:
         Number of tokens that an earlier run of this request has sampled. The random generator continues after them.
     tokens : sequence of int
         The prompt, followed by these tokens. Used by penalties and bad words.
+    matcher : Matcher, optional
+        The state of `structured` behind these tokens.
 
     Examples
     --------
@@ -255,14 +265,20 @@ class Sampler:
     [2, 2, 0, 0, 2]
     """
 
-    def __init__(self, params: SamplingParams, num_drawn: int = 0, tokens: Sequence[int] = ()) -> None:
-        self.params = params
+    def __init__(
+        self,
+        params: SamplingParams,
+        num_drawn: int = 0,
+        tokens: Sequence[int] = (),
+        matcher: Matcher | None = None,
+    ) -> None:
+        self.params, self._matcher = params, matcher
         self._adjuster: Adjuster | None = None
         if adjusts(params):
             begun = len(tokens) - num_drawn
             self._adjuster = Adjuster(params, tokens[:begun], tokens[begun:])
         self._num_tokens = num_drawn
-        self._stop_ids = np.array(sorted(params.stop_token_ids) if params.min_tokens else [], np.int64)
+        self._stop_ids = np.array(sorted(params.stop_token_ids), np.int64)
         self._random = random.Random(params.seed)
         if params.temperature != 0.0:
             for _ in range(num_drawn):
@@ -286,21 +302,29 @@ class Sampler:
         ValueError
             If a logit is NaN or inf: the model has failed.
         RequestRejected
-            If the parameters of the request leave no token that the model can choose.
+            If the parameters of the request leave no token that the model can choose, or its grammar is too complex.
         """
-        own, adjuster = logits, self._adjuster
+        own, adjuster, matcher = logits, self._adjuster, self._matcher
+        if matcher is not None:
+            logits = matcher.masked(logits)
         if adjuster is not None:
             logits = adjuster.adjusted(logits)
-        if self._num_tokens < self.params.min_tokens:
-            logits = logits.copy() if logits is own else logits
-            logits[self._stop_ids[: np.searchsorted(self._stop_ids, len(logits))]] = -np.inf
+        is_early = self._num_tokens < self.params.min_tokens
+        if is_early or (matcher is not None and self.params.ignore_eos):
+            longer = logits.copy()
+            longer[self._stop_ids[: np.searchsorted(self._stop_ids, len(logits))]] = -np.inf
+            if matcher is None or longer.max() != -np.inf:  # else the text is complete
+                logits = longer
         if logits is not own and logits.max() == -np.inf and isfinite(own.max()):
-            names = "stop_token_ids with min_tokens" if self._num_tokens < self.params.min_tokens else "bad_words"
+            names = "stop_token_ids with min_tokens" if is_early else "bad_words"
+            names = names if matcher is None else "structured with the other parameters"
             sentence = f"{names} leave no token that the model can choose as token {self._num_tokens + 1}"
             raise RequestRejected(sentence, param=names.partition(" ")[0])
         token = self._choose(logits)
         if adjuster is not None:
             adjuster.add(token)
+        if matcher is not None and token not in self.params.stop_token_ids:
+            matcher.add(token)
         return token
 
     @property
@@ -308,7 +332,8 @@ class Sampler:
         """True if the next token is the one with the largest logit, and the request needs no other logit."""
         params = self.params
         is_greedy = params.temperature == 0.0 and params.logprobs is None
-        return is_greedy and self._adjuster is None and self._num_tokens >= params.min_tokens
+        is_plain = self._adjuster is None and self._matcher is None
+        return is_greedy and is_plain and self._num_tokens >= params.min_tokens
 
     def take(self, token: int) -> int:
         """Count a token that was chosen without `sample`, because `takes_largest` was true. Return it."""
@@ -346,7 +371,7 @@ class Sampler:
     def logprobs(self, logits: Any, token: int) -> tuple[float | None, dict[int, float]]:
         """Return the log probabilities that the request asks for.
 
-        They are the model's own: temperature, `top_p`, penalties and biases do not change them.
+        They are the model's own: temperature, `top_p`, penalties, biases and `structured` do not change them.
 
         Returns
         -------

@@ -43,6 +43,10 @@ class TokenTexts:
         """Return the bytes of a token."""
         return self._look_up(token)[1]
 
+    def all_bytes(self, count: int) -> list[bytes]:
+        """Return the bytes of the tokens below `count`. They are not kept."""
+        return [self._read(token) for token in range(count)]
+
     def _look_up(self, token: int) -> tuple[str, bytes]:
         found = self._found.get(token)
         if found is None:

@@ -1,0 +1,109 @@
+"""Check a grammar in a process of its own: llguidance can need minutes, hundreds of GB or a stack without end for one.
+
+`pagepool.engine.structured` runs this file as a script, with limits on CPU time and memory. It imports nothing of
+pagepool. Standard input is a JSON object, standard output the grammar in llguidance's form, or a message with status 3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from importlib import import_module
+from math import ceil, floor
+from typing import Any
+
+# Bounds the whitespace between two values of JSON, as llama.cpp does: a model could write spaces without end.
+WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
+BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
+REFUSED = 3
+
+
+class Bytes:
+    """A tokenizer for llguidance: the special tokens of the model, and one token for each byte."""
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, special: dict[str, str], stop: int) -> None:
+        found = {int(token): text.encode() for token, text in special.items()}
+        self.tokens = [found.get(token, b"") for token in range(max(found) + 1)] + [bytes([one]) for one in range(256)]
+        self.eos_token_id, self.special_token_ids = stop, sorted(found)
+
+    def __call__(self, text: str) -> list[int]:
+        begin = len(self.tokens) - 256
+        return [begin + byte for byte in text.encode()]
+
+
+def main(folder: str) -> int:
+    """Check the grammar of standard input, with the llguidance of `folder`."""
+    asked = json.load(sys.stdin)
+    for what, limit in ((resource.RLIMIT_AS, asked["memory"]), (resource.RLIMIT_CPU, asked["seconds"])):
+        resource.setrlimit(what, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(asked["nice"])
+    sys.path.append(folder)
+    library: Any = import_module("_lib")  # without the package around it, which takes 5 times as long to import
+    matcher = library.LLMatcher
+    try:
+        source = source_of(matcher, asked["kind"], asked["value"])
+        tokenizer = library.LLTokenizer(Bytes(asked["special"], asked["stop"]))
+        state = matcher(tokenizer, source, log_level=0, limits=library.LLParserLimits(**asked["limits"]))
+        if not state.is_error():
+            state.compute_bitmask()
+        message = state.get_error() if state.is_error() else "".join(state.get_grammar_warnings()[:1])
+    except (ValueError, RecursionError) as error:
+        message = str(error)
+    sys.stdout.write(message or source)
+    return REFUSED if message else 0
+
+
+def source_of(matcher: Any, kind: str, value: Any) -> str:
+    """Return the grammar in llguidance's form. Raises ValueError or RecursionError."""
+    if kind == "regex":
+        return str(matcher.grammar_from_regex(value))
+    if kind == "choice":
+        return str(
+            matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value))
+        )
+    if kind == "grammar":
+        to_lark: Any = import_module("gbnf_to_lark")
+        try:
+            return str(matcher.grammar_from_lark(to_lark.any_to_lark(value)))
+        except Exception as error:  # llguidance raises plain exceptions here
+            raise ValueError(str(error)) from error
+    schema = '{"type": "object"}' if kind == "json_object" else value.strip()
+    check_bounds(schema)
+    if schema in ("true", "false"):  # llguidance reads options in an object
+        schema = f'{{"anyOf": [{schema}]}}'
+    # They come after the schema's own "x-guidance", which could let llguidance ignore keywords.
+    overrides: dict[str, Any] = {"item_separator": ",", "key_separator": ":", "whitespace_pattern": WHITESPACE}
+    overrides |= {"coerce_one_of": False, "lenient": False}
+    return str(matcher.grammar_from_json_schema(schema, overrides=overrides))
+
+
+def check_bounds(schema: str) -> None:
+    """Raise ValueError if llguidance would accept a bound that the schema excludes.
+
+    It accepts the whole number e with exclusiveMinimum e if the maximum is above e and below e + 1. An exclusiveMaximum
+    has the same fault. All bounds of the schema are compared, because `allOf` and `$ref` join them.
+    """
+    bounds: dict[str, set[float]] = {name: set() for name in BOUNDS}
+    values = [json.loads(schema)]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            for name in BOUNDS & value.keys():
+                if type(value[name]) in (int, float):
+                    bounds[name].add(value[name])
+        values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+    below = {floor(limit) for limit in bounds["maximum"] | bounds["exclusiveMaximum"] if limit != floor(limit)}
+    above = {ceil(limit) for limit in bounds["minimum"] | bounds["exclusiveMinimum"] if limit != ceil(limit)}
+    for name, neighbours in (("exclusiveMinimum", below), ("exclusiveMaximum", above)):
+        if found := bounds[name] & neighbours:
+            raise ValueError(f"{name} {min(found)} is not supported with another bound less than 1 away")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
