@@ -23,6 +23,7 @@ from pagepool.engine.generation import Generation
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
 from pagepool.engine.sampling import SamplingParams
+from pagepool.engine.structured import MAX_COMPILING
 from pagepool.engine.token_texts import TokenTexts
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
@@ -151,9 +152,10 @@ async def answered(build: Callable[[], dict[str, Any]], size: int) -> Response:
     return await asyncio.to_thread(lambda: JSONResponse(build()))
 
 
-def refusal_of(error: RequestRejected, is_chat: bool) -> RequestError:
-    """Return the response to a request that the engine refuses."""
-    return RequestError(400, str(error), error.code, error.param or ("messages" if is_chat else "prompt"))
+def refusal_of(error: RequestRejected, is_chat: bool, structured: str | None = None) -> RequestError:
+    """Return the response to a request that the engine refuses. `structured` is the field with its grammar."""
+    param = structured if error.param == "structured" else error.param
+    return RequestError(400, str(error), error.code, param or ("messages" if is_chat else "prompt"))
 
 
 class Server:
@@ -180,6 +182,7 @@ class Server:
         self._texts = TokenTexts(engine.tokenizer)
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
         self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
+        self._compiling = ThreadPoolExecutor(MAX_COMPILING, "pagepool-compile")
         self.encode_chat: Callable[..., list[int]] = engine.encoder.encode_chat
         self._places = Places(engine, max_requests)
         self._bodies = Bodies()
@@ -340,7 +343,7 @@ class Server:
         kind = ChatAnswer if is_chat else Answer
         texts = await self._prompt_texts(request) if request.echo else ()
         answer = kind(self._model, self._texts, request, texts, self._shows_cached_tokens)
-        run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs)
+        run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs, request.structured_field)
         if self._stopping.is_set():
             run.cancel()
         if request.stream:
@@ -429,9 +432,12 @@ class Server:
             if words := request.params.bad_words:
                 ids = await loop.run_in_executor(self._encoding, self._engine.bad_word_ids, words)
                 request.params = request.params.changed(bad_words=ids)
+            structured, grammars = request.params.structured, self._engine.grammars
+            if structured is not None and grammars.kept(structured) is None:
+                await loop.run_in_executor(self._compiling, grammars.compiled, structured)
             return await loop.run_in_executor(self._submitting, self._submit, request, prompts, request_id, waiting)
         except RequestRejected as error:
-            raise refusal_of(error, request.is_chat) from error
+            raise refusal_of(error, request.is_chat, request.structured_field) from error
         except EngineClosed as error:
             raise RequestError(503, str(error)) from error
         finally:

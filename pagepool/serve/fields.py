@@ -24,6 +24,7 @@ from pagepool.engine.sampling import (
     MAX_STOP_LENGTH,
     MIN_REPETITION_PENALTY,
 )
+from pagepool.engine.structured import MAX_GRAMMAR_LENGTH, Structured
 from pagepool.serve.errors import RequestError, quoted
 
 __all__ = ["CHAT", "COMPLETIONS", "DETOKENIZE", "FIELDS", "MAX_BODY_BYTES", "PATHS", "TOKENIZE", "Kind", "read_fields"]
@@ -265,6 +266,81 @@ class StreamOptions(Kind):
         return value
 
 
+class Grammar(Kind):
+    """A schema or grammar. Each heir reads the arguments of `Structured`, or None for a value that changes nothing."""
+
+    def read(self, name: str, value: Any) -> Structured | None:
+        fields = self.fields(name, value)
+        try:
+            return None if fields is None else Structured(**fields)
+        except (TypeError, ValueError) as error:
+            raise RequestError(400, f"{name}: {error}", param=name) from None
+
+    @abstractmethod
+    def fields(self, name: str, value: Any) -> dict[str, Any] | None:
+        """Return the arguments of `Structured`, or None."""
+
+
+class ResponseFormat(Grammar):
+    """OpenAI's `response_format`."""
+
+    limit = "type: `text`, `json_object`, or `json_schema` with `json_schema.schema`"
+
+    def fields(self, name: str, value: Any) -> dict[str, Any] | None:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            schema = value.get("schema")  # llama-server's form
+            return {"json_object": True} if schema is None else JsonSchema().fields(f"{name}.schema", schema, name)
+        if kind == "json_schema":
+            inner = value.get("json_schema")
+            schema = inner.get("schema") if isinstance(inner, dict) else None
+            return JsonSchema().fields(f"{name}.json_schema.schema", schema, name)
+        shown = quoted(kind) if isinstance(kind, str) else type(kind).__name__
+        sentence = f"{name}.type must be text, json_object or json_schema, not {shown}"
+        raise RequestError(400, sentence, "unsupported_parameter", name)
+
+
+class JsonSchema(Grammar):
+    """A JSON Schema, as an object."""
+
+    limit = f"object, up to {MAX_GRAMMAR_LENGTH:,} characters of JSON"
+
+    def fields(self, name: str, value: Any, param: str | None = None) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise RequestError(400, f"{name} must be an object, not {type(value).__name__}", param=param or name)
+        return {"json_schema": value}
+
+
+class GrammarText(Grammar):
+    """A grammar in GBNF or Lark. An empty one changes nothing."""
+
+    limit = f"text, up to {MAX_GRAMMAR_LENGTH:,} characters"
+
+    def fields(self, name: str, value: Any) -> dict[str, Any] | None:
+        return {"grammar": Text(MAX_GRAMMAR_LENGTH).read(name, value)} if value != "" else None
+
+
+VLLM_NAMES = {"json": "json_schema", **{name: name for name in ("json_object", "regex", "choice", "grammar")}}
+
+
+class StructuredOutputs(Grammar):
+    """vLLM's `structured_outputs`."""
+
+    limit = f"object with one of {', '.join(f'`{one}`' for one in VLLM_NAMES)}; up to {MAX_GRAMMAR_LENGTH:,} characters"
+
+    def fields(self, name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise wrong(name, "an object", value)
+        given = {one: inner for one, inner in value.items() if inner is not None and inner is not False}
+        for one in given:
+            if one not in VLLM_NAMES:
+                sentence = f"{name}.{quoted(one)} is not supported"
+                raise RequestError(400, sentence, "unsupported_parameter", name)
+        return {VLLM_NAMES[one]: inner for one, inner in given.items()}
+
+
 class Only(Kind):
     """A parameter that is not supported. Values that change nothing are accepted."""
 
@@ -376,7 +452,7 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     # OpenAI's parameters that are not supported.
     ("best_of", BOTH, Only(1)),
     ("suffix", BOTH, Only("")),
-    ("response_format", BOTH, Only({"type": "text"})),
+    ("response_format", BOTH, ResponseFormat()),
     ("tools", BOTH, Only([])),
     ("tool_choice", BOTH, Only("none")),
     ("functions", BOTH, Only([])),
@@ -393,7 +469,7 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("watermarking", BOTH, Only(False)),
     ("truncate_prompt_tokens", BOTH, Only()),
     ("allowed_token_ids", BOTH, Only()),
-    ("structured_outputs", BOTH, Only()),
+    ("structured_outputs", BOTH, StructuredOutputs()),
     ("return_tokens_as_token_ids", BOTH, Only(False)),
     ("return_token_ids", BOTH, Only(False)),
     ("return_token_offsets", BOTH, Only(False)),
@@ -414,7 +490,8 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("n_probs", BOTH, Only(0)),
     ("n_keep", BOTH, Only(0)),
     ("id_slot", BOTH, Only(-1)),
-    ("grammar", BOTH, Only("")),
+    ("grammar", BOTH, GrammarText()),
+    ("json_schema", BOTH, JsonSchema()),
     ("return_tokens", BOTH, Only(False)),
     ("timings_per_token", BOTH, Only(False)),
 ]

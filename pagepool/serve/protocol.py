@@ -38,6 +38,8 @@ SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
 )
+# Fields that give a grammar. A request has at most one of them.
+STRUCTURED = ("response_format", "structured_outputs", "json_schema", "grammar")
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -67,6 +69,8 @@ class Request:
         `params.max_new_tokens` is the default, so it is reduced if the model or the pool has less room.
     params : SamplingParams
         Sampling parameters and stop conditions.
+    structured_field : str or None
+        The field that `params.structured` comes from.
     options : dict
         `priority` and `cache_salt` for `Engine.submit`, if the request has them.
     """
@@ -80,6 +84,7 @@ class Request:
     echo: bool = False
     shows_prompt_logprobs: bool = False
     cuts_length: bool = False
+    structured_field: str | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -168,8 +173,14 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
             raise RequestError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = None
     of_prompt = _prompt_logprobs(found, request.echo, logprobs, limit)
+    given = [name for name in STRUCTURED if found.get(name) is not None]
+    if len(given) > 1:
+        raise RequestError(400, f"a request must have {given[0]} or {given[1]}, not both", param=given[1])
+    request.structured_field = given[0] if given else None
+    structured = found[given[0]] if given else None
     sampling = {"temperature": 1.0, **(defaults or {}), **{name: found[name] for name in SAMPLING if name in found}}
     try:
+        sampling["structured"] = structured
         request.params = SamplingParams(limit, logprobs=logprobs, prompt_logprobs=of_prompt, **sampling)
     except (TypeError, ValueError) as error:
         named = (word for word in str(error).split() if word in found)

@@ -46,6 +46,8 @@ class Run:
         Counts each generation that ends.
     running : set of Run
         Holds this object until it is cancelled.
+    structured_field : str or None
+        The field with the grammar of the request.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class Run:
         timeout: float,
         metrics: Metrics,
         running: set[Run],
+        structured_field: str | None = None,
     ) -> None:
-        self.generations = generations
+        self.generations, self._structured_field = generations, structured_field
         self.name, self._running = name, running
         running.add(self)
         self._began, self._timeout, self._metrics = began, timeout, metrics
@@ -80,7 +83,9 @@ class Run:
             if isinstance(error.__cause__, EngineClosed):
                 raise RequestError(503, str(error.__cause__)) from error
             if isinstance(error.__cause__, RequestRejected):
-                raise RequestError(400, str(error.__cause__), error.__cause__.code, error.__cause__.param) from error
+                cause = error.__cause__
+                param = self._structured_field if cause.param == "structured" else cause.param
+                raise RequestError(400, str(cause), cause.code, param) from error
             # The engine has logged the traceback, with its own number of the request.
             logger.error("the request %s failed: %s: %s", self.name, type(error.__cause__).__name__, error.__cause__)
             sentence = f"the generation failed: see request {self.name} in the server's log"

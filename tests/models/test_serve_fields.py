@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from pagepool.engine import SamplingParams  # noqa: E402
+from pagepool.engine.structured import MAX_GRAMMAR_LENGTH  # noqa: E402
 from pagepool.serve import fields  # noqa: E402
 from pagepool.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, FIELDS, TOKENIZE  # noqa: E402
 
@@ -65,6 +66,17 @@ def at_limit(kind):
         return [[{"role": "u" * 64, "content": parts}], ONE * fields.MAX_MESSAGES]
     if isinstance(kind, fields.StreamOptions):
         return [{}, {"include_usage": True, "continuous_usage_stats": None, "other": 1}]
+    if isinstance(kind, fields.ResponseFormat):
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "strict": None, "schema": {"type": "null"}}}
+        return [{"type": "text"}, {"type": "json_object"}, {"type": "json_object", "schema": {}}, schema]
+    if isinstance(kind, fields.StructuredOutputs):
+        others = {"disable_any_whitespace": False, "structural_tag": None}
+        given = [{"json": {}}, {"json": "{}"}, {"json_object": True}, {"regex": "a"}, {"grammar": "start: /a/"}]
+        return [*given, {"choice": ["x"] * 1024, **others}, {"regex": "(?:a|b)" * (MAX_GRAMMAR_LENGTH // 7)}]
+    if isinstance(kind, fields.JsonSchema):
+        return [{}, {"description": "x" * (MAX_GRAMMAR_LENGTH - len('{"description": ""}'))}]
+    if isinstance(kind, fields.GrammarText):
+        return ["", "root ::= [a-z]", "start: /a/" + " " * (MAX_GRAMMAR_LENGTH - 10)]
     return list(kind.values) if isinstance(kind, fields.Only) else STRANGE
 
 
@@ -107,6 +119,23 @@ def beyond_limit(kind):
         return [*found, [], {}, ONE * (fields.MAX_MESSAGES + 1), *([one] for one in bad)]
     if isinstance(kind, fields.StreamOptions):
         return [*[value for value in found if not isinstance(value, dict)], {"include_usage": 1}]
+    if isinstance(kind, fields.ResponseFormat):
+        schemas = [{}, {"schema": None}, {"schema": True}, {"schema": LONG}, {"schema": {"x": LONG * 2}}, None, []]
+        types = [None, 1, "xml", "structural_tag", LONG]
+        return [
+            *found,
+            {},
+            *({"type": one} for one in types),
+            *({"type": "json_schema", "json_schema": one} for one in schemas),
+        ]
+    if isinstance(kind, fields.StructuredOutputs):
+        values = [{"json": 1}, {"json": [1]}, {"regex": 1}, {"choice": "x"}, {"choice": [""]}, {"choice": ["x"] * 1025}]
+        more = [{"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"whitespace_pattern": " "}, {"json_object": 1}]
+        return [*found, {}, {"json_object": False}, {"grammar": "x" * (MAX_GRAMMAR_LENGTH + 1)}, *values, *more]
+    if isinstance(kind, fields.JsonSchema):
+        return [*found, [], "{}"]
+    if isinstance(kind, fields.GrammarText):
+        return [*[value for value in found if value is not LONG], "x" * (MAX_GRAMMAR_LENGTH + 1), {}, []]
     return [value for value in found if value not in kind.values]
 
 
