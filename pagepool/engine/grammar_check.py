@@ -17,6 +17,8 @@ from typing import Any
 # Bounds the whitespace between two values of JSON, as llama.cpp does: a model could write spaces without end.
 WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
+ALTERNATIVES = {"$ref", "anyOf", "oneOf"}
+ANNOTATIONS = {"$schema", "$id", "$defs", "definitions", "title", "description", "default", "examples"}
 REFUSED = 3
 
 
@@ -87,22 +89,28 @@ def check_bounds(schema: str) -> None:
     """Raise ValueError if llguidance would accept a bound that the schema excludes.
 
     It accepts the whole number e with exclusiveMinimum e if the maximum is above e and below e + 1. An exclusiveMaximum
-    has the same fault. All bounds of the schema are compared, because `allOf` and `$ref` join them.
+    has the same fault. If the schema joins parts of it, each bound is compared with all others.
     """
-    bounds: dict[str, set[float]] = {name: set() for name in BOUNDS}
-    values = [json.loads(schema)]
+    found: list[dict[str, set[float]]] = []
+    has_joins, values = False, [json.loads(schema)]
     while values:
         value = values.pop()
         if isinstance(value, dict):
-            for name in BOUNDS & value.keys():
-                if type(value[name]) in (int, float):
-                    bounds[name].add(value[name])
+            found.append({name: {value[name]} for name in BOUNDS & value.keys() if type(value[name]) in (int, float)})
+            has_alternatives = bool(ALTERNATIVES & value.keys() and value.keys() - ALTERNATIVES - ANNOTATIONS)
+            has_joins |= "allOf" in value or "patternProperties" in value or has_alternatives
         values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
-    below = {floor(limit) for limit in bounds["maximum"] | bounds["exclusiveMaximum"] if limit != floor(limit)}
-    above = {ceil(limit) for limit in bounds["minimum"] | bounds["exclusiveMinimum"] if limit != ceil(limit)}
-    for name, neighbours in (("exclusiveMinimum", below), ("exclusiveMaximum", above)):
-        if found := bounds[name] & neighbours:
-            raise ValueError(f"{name} {min(found)} is not supported with another bound less than 1 away")
+    if has_joins:
+        found = [{name: set[float]().union(*(one.get(name, ()) for one in found)) for name in BOUNDS}]
+    for bounds in found:
+        none = set[float]()
+        lows = bounds.get("minimum", none) | bounds.get("exclusiveMinimum", none)
+        highs = bounds.get("maximum", none) | bounds.get("exclusiveMaximum", none)
+        below = {floor(limit) for limit in highs if limit != floor(limit)}
+        above = {ceil(limit) for limit in lows if limit != ceil(limit)}
+        for name, neighbours in (("exclusiveMinimum", below), ("exclusiveMaximum", above)):
+            if wrong := bounds.get(name, none) & neighbours:
+                raise ValueError(f"{name} {min(wrong)} is not supported with another bound less than 1 away")
 
 
 if __name__ == "__main__":

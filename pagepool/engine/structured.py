@@ -150,7 +150,7 @@ class Grammars:
         """
         found = self.kept(structured)
         if found is None:
-            self._open()
+            self.open()
             source = self._checked(structured)
             with ThreadPoolExecutor(1, "pagepool-grammar") as executor:
                 with _large_stacks():
@@ -176,8 +176,11 @@ class Grammars:
             if self._masks is not None:
                 self._masks.shutdown(wait=True)
 
-    def _open(self) -> None:
-        """Make the vocabulary and the thread of the masks once."""
+    def open(self) -> None:
+        """Make the vocabulary and the thread of the masks, once: it takes some 5 microseconds for each token.
+
+        Raises `RequestRejected` if the model has no tokenizer or stop token, or llguidance is not installed.
+        """
         with self._opening:
             if self._vocabulary is not None:
                 return
@@ -271,12 +274,14 @@ class Matcher:
         return found
 
     def masked(self, logits: Any) -> Any:
-        """Return the logits of the next token as a new array, with -inf for tokens that the grammar forbids.
+        """Return the logits of the next token, with -inf for tokens that the grammar forbids.
 
-        Raises `RequestRejected` if llguidance gives up: the grammar exceeds its limits at this token.
+        Call it once for each token: the result is in the memory of the mask, until `add`. Raises `RequestRejected` if
+        llguidance gives up, because the grammar exceeds its limits at this token.
         """
         self._wait()
-        return logits + self._bias[: len(logits)]
+        mask = self._bias[: len(logits)]
+        return np.add(logits, mask, out=mask)
 
     def add(self, token: int) -> None:
         """Take a token that the mask allows. Returns at once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from time import monotonic, time
 from typing import Any, TypeVar
@@ -180,6 +181,8 @@ class Server:
         self._priorities, self._shows_cached_tokens = priorities, shows_cached_tokens
         self.metrics = Metrics(engine)
         self._texts = TokenTexts(engine.tokenizer)
+        with suppress(RequestRejected):  # later it would hold up the steps of all requests
+            engine.grammars.open()
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
         self._submitting = ThreadPoolExecutor(1, "pagepool-submit")
         self._compiling = ThreadPoolExecutor(MAX_COMPILING, "pagepool-compile")

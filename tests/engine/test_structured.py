@@ -191,6 +191,8 @@ def test_log_probabilities_are_those_of_the_model():
         (Structured(json_schema={"oneOf": [{"type": "integer"}, {"type": "number"}]}), ["oneOf"]),
         (Structured(json_schema={"x-guidance": {"lenient": True}, "uniqueItems": True}), ["uniqueItems"]),
         (Structured(json_schema=False), ["false"]),
+        (Structured(json_schema={"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}), ["exclusiveMinimum", 1]),
+        (Structured(json_schema={"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}), ["exclusiveMaximum", 0]),
         (Structured(json_schema={"$ref": "#"}), ["json_schema"]),
         (Structured(json_schema="{"), ["json_schema"]),
         (Structured(regex="(a"), ["regex", "unclosed"]),
@@ -356,6 +358,12 @@ def test_it_needs_a_tokenizer_a_stop_token_and_llguidance(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with Engine(FakeRunner(), Letters()) as engine, refuses(RequestRejected, "llguidance"):
         engine.submit([1], params)
+
+
+def test_bounds_that_do_not_meet_are_accepted(grammars):
+    parts = {"a": {"type": "number", "exclusiveMinimum": 0}, "b": {"type": "number", "maximum": 0.5}}
+    grammars.compiled(Structured(json_schema={"type": "object", "properties": parts}))
+    grammars.compiled(Structured(json_schema={"type": "number", "exclusiveMinimum": 0, "maximum": 1}))
 
 
 def test_drafted_tokens_are_checked_without_a_change(grammars):
