@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from random import Random
 
 import pytest
@@ -17,7 +18,8 @@ from pagepool.cluster.front_end import FrontEnd
 from pagepool.cluster.messages import Ended, Limits, Waiting, WorkerLost
 from pagepool.cluster.ray import serve
 from pagepool.cluster.worker import Worker
-from pagepool.engine import Engine, SamplingParams
+from pagepool.engine import Engine, SamplingParams, Structured
+from pagepool.engine.structured import Grammars
 from pagepool.engine.tokenizing import CONTEXT
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.integrations.transformers.pretrained import ModelError
@@ -88,6 +90,7 @@ class World:
 
     def add(self, side, name, moves, **options):
         engine = Engine(FakeRunner(num_blocks=256, **options), prefix_events=4096)
+        engine.grammars = Grammars(Bytes(), engine.encoder.vocab_size, [0])
         transfer = LocalTransfer(f"{id(self)}-{name}") if moves else None
         kind = {"is_prefill": side is self.prefill, "stop_token_ids": frozenset([0])}
         side.workers[name] = Worker(engine, name, transfer=transfer, **kind)
@@ -155,6 +158,9 @@ SAMPLING = [{}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.7, "top_k": 2
 SAMPLING += [{"presence_penalty": 1.0, "repetition_penalty": 1.5, "logit_bias": {99: 3}, "bad_words": ["e", [65, 66]]}]
 SAMPLING += [{"min_tokens": 12, "stop": "e", "min_p": 0.1, "frequency_penalty": 2.0, "temperature": 1.0, "seed": 3}]
 KINDS = ["greedy", "seed", "nucleus", "penalties", "min_tokens"]
+if find_spec("llguidance") is not None:
+    SAMPLING += [{"structured": Structured(regex="([a-f]{3}-){1,9}"), "temperature": 1.0, "seed": 4}]
+    KINDS += ["structured"]
 
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=KINDS)

@@ -72,6 +72,7 @@ class WorkerReplica:
     def __init__(self, options: dict[str, Any], is_prefill: bool, moves_pages: bool) -> None:
         from pagepool.cluster.worker import Worker
         from pagepool.engine import Engine
+        from pagepool.engine.structured import Grammars
         from pagepool.engine.tokenizing import stop_token_ids_of
         from pagepool.integrations.transformers.pretrained import load_pretrained
 
@@ -91,6 +92,7 @@ class WorkerReplica:
             identity = model_identity(options["name"], options["model"], options["dtype"], arithmetic)
             transfer = NixlTransfer(name, TRANSFER_SECONDS, serves=is_prefill)
         stops = stop_token_ids_of(model, tokenizer)
+        engine.grammars = Grammars(tokenizer, engine.encoder.vocab_size, stops)  # the engine itself makes no texts
         self._worker = Worker(
             engine, name, is_prefill=is_prefill, transfer=transfer, model=identity, stop_token_ids=stops
         )
