@@ -20,7 +20,7 @@ from pagepool.cli.session import SessionFile
 from pagepool.cli.usage import UsageError, between, file_name
 
 if TYPE_CHECKING:  # imported late: other commands start faster without them
-    from pagepool.engine import Engine
+    from pagepool.engine import Engine, Structured
     from pagepool.engine.generation import Generation
 
 __all__ = ["add_arguments", "run"]
@@ -55,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, metavar="P", help="sample from the most likely tokens with total share P")
     add("--seed", type=between(0, 2**63), metavar="N", help="seed for all prompts; default: a new seed each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="end the text before TEXT; may be repeated")
+    add("--json-schema", type=file_name, metavar="FILE", help="write only JSON of the JSON Schema in this file")
+    add("--grammar", type=file_name, metavar="FILE", help="write only texts of the grammar in this file: GBNF or Lark")
     add("--json", type=file_name, metavar="FILE", help="write texts and figures as JSON; -: standard output")
     add_model_arguments(parser)
     parser.epilog = "Texts go to standard output, progress and figures to standard error."
@@ -66,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--chat reads messages from standard input: it cannot be used with prompts, --file or --json")
     if options.system is not None and not options.chat:
         raise UsageError("--system needs --chat")
+    options.structured = read_structured(options.json_schema, options.grammar)
     prompts = [] if options.chat else read_prompts(options.prompts, options.file)
     if options.session is not None and len(prompts) > 1:
         raise UsageError(f"--session needs exactly one prompt, not {len(prompts)}")
@@ -118,6 +121,24 @@ def read_prompts(prompts: list[str], file: str | None) -> list[str]:
     return found
 
 
+def read_structured(json_schema: str | None, grammar: str | None) -> Structured | None:
+    """Return the constraint of `--json-schema` or `--grammar`. Raises `UsageError` if its file cannot be used."""
+    from pagepool.engine import Structured
+
+    if json_schema is not None and grammar is not None:
+        raise UsageError("--json-schema and --grammar cannot be used together")
+    file = json_schema or grammar
+    if file is None:
+        return None
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        return Structured(grammar=text) if grammar else Structured(json_schema=text)
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
 def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace) -> Generation:
     """Submit a prompt to the engine. Raises ValueError if the engine refuses it."""
     from pagepool.engine import SamplingParams
@@ -127,6 +148,7 @@ def submit(engine: Engine, prompt: str | list[int], options: argparse.Namespace)
     if count is None:
         count = min(DEFAULT_NEW_TOKENS, engine.max_new_tokens(len(tokens)))
     params = SamplingParams(count, options.temperature, options.top_k, options.top_p, options.seed, options.stop)
+    params = params.changed(structured=options.structured)
     return engine.submit(tokens, params)
 
 

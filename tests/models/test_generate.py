@@ -52,6 +52,28 @@ def start(*arguments, env=None, **options):
     return subprocess.Popen([sys.executable, "-m", "pagepool", *arguments], env=environment, **{**pipes, **options})
 
 
+def test_a_schema_or_a_grammar_constrains_the_texts(capsys, tmp_path):
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.gbnf"
+    schema.write_text('{"enum": ["left", "right"]}')
+    grammar.write_text('root ::= "up" | "down"')
+    for option, file, texts in (
+        ("--json-schema", schema, ('"left"', '"right"')),
+        ("--grammar", grammar, ("up", "down")),
+    ):
+        code, out, _ = run(capsys, "x = ", option, str(file))
+        assert code == 0 and out.rstrip("\n") in [f"x = {text}" for text in texts]
+    schema.write_text('{"uniqueItems": true}')
+    for arguments, word in (
+        (["--json-schema", str(schema)], "uniqueItems"),
+        (["--json-schema", str(schema), "--grammar", str(grammar)], "together"),
+        (["--grammar", str(tmp_path / "none")], "none"),
+        (["--grammar", os.devnull], "grammar"),
+    ):
+        code, out, err = run(capsys, "x = ", *arguments)
+        assert code == 2 and not out and word in err
+
+
 def test_the_tiny_model_writes_python(capsys):
     prompt = "class Reader:\n    def __init__(self, "
     code, out, err = run(capsys, prompt, "--max-new-tokens", "100")
