@@ -50,6 +50,8 @@ def main(folder: str) -> int:
     matcher = library.LLMatcher
     try:
         source = source_of(matcher, asked["kind"], asked["value"])
+        if asked["after"]:
+            source = behind(source, asked["after"], asked["special"])
         tokenizer = library.LLTokenizer(Bytes(asked["special"], asked["stop"]))
         state = matcher(tokenizer, source, log_level=0, limits=library.LLParserLimits(**asked["limits"]))
         if not state.is_error():
@@ -83,6 +85,15 @@ def source_of(matcher: Any, kind: str, value: Any) -> str:
     overrides: dict[str, Any] = {"item_separator": ",", "key_separator": ":", "whitespace_pattern": WHITESPACE}
     overrides |= {"coerce_one_of": False, "lenient": False}
     return str(matcher.grammar_from_json_schema(schema, overrides=overrides))
+
+
+def behind(source: str, after: str, special: dict[str, str]) -> str:
+    """Return the grammar of any text that ends with `after`, and then a text of `source`."""
+    body = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
+    tokens = [token for token, text in special.items() if text == after]
+    begin = f"begin: /(?s:.*)/ <[{tokens[0]}]>" if tokens else f"begin[suffix={json.dumps(after)}]: /(?s:.*)/"
+    head = f"start: begin gap @body\n{begin}\ngap: /[ \\n]{{0,4}}/\n"
+    return json.dumps({"grammars": [{"lark_grammar": head}, {**body, "name": "body"}]})
 
 
 def check_bounds(schema: str) -> None:

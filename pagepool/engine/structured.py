@@ -42,7 +42,7 @@ LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_error
 
 @dataclass(frozen=True)
 class Structured:
-    """A constraint on the text of a request, for `SamplingParams.structured`. Give exactly one of its fields.
+    """A constraint on the text of a request, for `SamplingParams.structured`. Give one of the first five fields.
 
     Parameters
     ----------
@@ -56,6 +56,8 @@ class Structured:
         The text is one of these texts, at most 1,024.
     grammar : str, optional
         The text follows this grammar: GBNF of llama.cpp, or Lark with llguidance's extensions.
+    after : str
+        Any text that ends with this one comes first, such as "</think>". Default: none.
 
     Raises
     ------
@@ -76,8 +78,11 @@ class Structured:
     regex: str | None = None
     choice: Any = ()
     grammar: str | None = None
+    after: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.after, str):
+            raise wrong("after", "a str", self.after)
         if not isinstance(self.json_object, bool):
             raise wrong("json_object", "a bool", self.json_object)
         if isinstance(self.json_schema, Mapping | bool):
@@ -104,7 +109,7 @@ class Structured:
                     raise wrong(name, "a str", text)
                 if name == "choice" and not text:
                     raise ValueError("a text of choice must have at least 1 character, not 0")
-        length = sum(map(len, choice)) + sum(len(text) for text in texts.values() if text is not None)
+        length = len(self.after) + sum(map(len, choice)) + sum(len(text) for text in texts.values() if text is not None)
         if length > MAX_GRAMMAR_LENGTH:
             raise ValueError(f"{given[0]} must have at most {MAX_GRAMMAR_LENGTH} characters, not {length}")
 
@@ -206,13 +211,8 @@ class Grammars:
         import llguidance
 
         kind, value = structured.kind, getattr(structured, structured.kind)
-        asked = {
-            "kind": kind,
-            "value": value,
-            "special": self._special,
-            "stop": self._stop_token_ids[0],
-            "limits": LIMITS,
-        }
+        asked = {"kind": kind, "value": value, "after": structured.after, "limits": LIMITS}
+        asked |= {"special": self._special, "stop": self._stop_token_ids[0]}
         asked |= {"memory": CHECK_BYTES, "seconds": CHECK_CPU_SECONDS, "nice": CHECK_NICE}
         command = [sys.executable, "-I", "-S", grammar_check.__file__, os.path.dirname(llguidance.__file__)]
         try:
@@ -224,8 +224,10 @@ class Grammars:
         message = done.stdout.decode(errors="replace")
         if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
             message = f"takes more than {CHECK_CPU_SECONDS} s to compile"
-        elif done.returncode != grammar_check.REFUSED:
+        elif done.returncode < 0:
             message = f"is nested too deeply, or needs more than {CHECK_BYTES >> 20} MiB to compile"
+        elif done.returncode != grammar_check.REFUSED:  # for example no memory in Python
+            message = f"cannot be checked: {done.stderr.decode(errors='replace').strip().rpartition(chr(10))[2]}"
         raise _refusal(kind, message)
 
     def _compiled(self, kind: str, source: str) -> Grammar:

@@ -5,6 +5,8 @@ import pickle
 import random
 import re
 import threading
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -328,7 +330,7 @@ def test_a_request_without_a_possible_token_ends_with_an_error(more):
 def test_a_check_beyond_its_limits_refuses_one_grammar(grammars, monkeypatch):
     known, other = Structured(choice=["known"]), Structured(choice=["other"])
     assert text_of(grammars, known)[0] == "known"
-    for name, value, words in (("CHECK_SECONDS", 0.0, ["choice", 0]), ("CHECK_BYTES", 20 << 20, ["choice", 20])):
+    for name, value, words in (("CHECK_SECONDS", 0.0, ["choice", 0]), ("CHECK_BYTES", 20 << 20, ["choice"])):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, value)
             with refuses(RequestRejected, *words):
@@ -371,6 +373,36 @@ def test_drafted_tokens_are_checked_without_a_change(grammars):
     assert [matcher.num_valid(list(text)) for text in (b"", b"b", b"bc", b"bx", b"x", b"bd")] == [0, 1, 2, 1, 0, 2]
     matcher.add(ord("b"))
     assert np.flatnonzero(matcher.masked(np.zeros(VOCABULARY, np.float32)) == 0).tolist() == [*b"cd"]
+
+
+class Thinker(Letters):
+    """With one special token."""
+
+    class Special(str):
+        special = True
+
+    added_tokens_decoder = {1: Special("<end>")}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("after", ["</think>", "<end>"])
+@pytest.mark.parametrize(("structured", "is_right"), KINDS)
+def test_free_text_may_come_first_and_only_its_end_begins_the_grammar(structured, is_right, after):
+    grammars = Grammars(Thinker(), VOCABULARY, [0])
+    first = replace(structured, after=after)
+    with pytest.raises(StopIteration), closing(grammars):
+        matcher, text, rng = grammars.compiled(first).matcher(), b"", np.random.default_rng(3)
+        thought = iter([*b"I </thin <en k\n", *([1] if after == "<end>" else b"</think>"), *b"\n\n"])
+        for count in range(400):
+            logits = matcher.masked(babble([count]))
+            token = next(thought, None)
+            if token is None:
+                token = int(np.argmax(logits + rng.random(VOCABULARY)))
+                if token == 0:
+                    assert is_right(text.decode().lstrip(" \n"))
+                    raise StopIteration
+                text += bytes([token])
+            assert logits[token] > -np.inf and (text or logits[0] == -np.inf)
+            matcher.add(token)
 
 
 def test_any_stop_token_of_the_model_ends_a_text():
