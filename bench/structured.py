@@ -12,6 +12,7 @@ import random
 import sys
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from threading import Event, Thread
@@ -77,19 +78,18 @@ def beside(options, engine):
     times = {"plain": [], "known grammar": [], "new grammars": [], "hostile grammars": []}
     numbers = iter(range(10**9))
 
-    def structured_of(kind):
-        if kind == "plain":
+    def structured_of(kind, place):
+        """Return the grammar of a request: one that 40 tokens do not complete, or a hostile one."""
+        if kind == "plain" or (kind == "hostile grammars" and place < 2):
             return None
-        if kind == "known grammar":
-            return Structured(json_object=True)
         if kind == "hostile grammars":
             return random.choice(hostile)
-        return Structured(json_schema={"type": "object", "properties": {f"p{next(numbers)}": {"type": "string"}}})
+        return Structured(regex=f"[a-z ]{{{2000 if kind == 'known grammar' else 2001 + next(numbers)}}}")
 
-    def ask(kind, stopping):
+    def ask(kind, place, stopping):
         while not stopping.is_set():
             try:
-                params = SamplingParams(40, temperature=0.8, structured=structured_of(kind))
+                params = SamplingParams(40, temperature=0.8, structured=structured_of(kind, place))
                 engine.submit("Some JSON: ", params).result()
             except (RequestRejected, RuntimeError):
                 continue
@@ -98,14 +98,11 @@ def beside(options, engine):
         for kind, found in times.items():
             watched = [engine.submit(f"Number {place}: ", SamplingParams(40, ignore_eos=True)) for place in range(4)]
             stopping = Event()
-            threads = [Thread(target=ask, args=(kind, stopping)) for _ in range(4)]
+            threads = [Thread(target=ask, args=(kind, place, stopping)) for place in range(4)]
             for thread in threads:
                 thread.start()
-            last = None
-            for _ in watched[0]:
-                now = time.perf_counter()
-                found.extend([] if last is None else [now - last])
-                last = now
+            arrived = [time.perf_counter() for _ in watched[0]]
+            found.extend(after - before for before, after in pairwise(arrived))
             stopping.set()
             for thread in threads:
                 thread.join()

@@ -247,7 +247,7 @@ def test_a_value_can_be_compared_and_sent_to_another_process():
 
 
 def test_random_schemas_are_refused_or_every_finished_text_is_valid(grammars):
-    jsonschema = pytest.importorskip("jsonschema_rs", reason="jsonschema-rs is not installed: make test-models")
+    jsonschema = pytest.importorskip("jsonschema_rs", reason="jsonschema-rs is not installed: make test")
     rng, finished = random.Random(5), 0
     for number in range(1000 if WHOLE else 40):
         schema = random_schema(rng)
