@@ -1,18 +1,22 @@
 """Check a grammar in a process of its own: llguidance can need minutes, hundreds of GB or a stack without end for one.
 
 `pagepool.engine.structured` runs this file as a script, with limits on CPU time and memory. It imports nothing of
-pagepool. Standard input is a JSON object, standard output the grammar in llguidance's form, or a message with status 3.
+pagepool and little of Python: half of its time is the start. Standard input is a dict in the form of `marshal`,
+standard output the grammar in llguidance's form, or a message with status 3.
 """
 
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import resource
 import sys
-from importlib import import_module
 from math import ceil, floor
-from typing import Any
+
+TYPE_CHECKING = False  # without an import of `typing`
+if TYPE_CHECKING:
+    from typing import Any
 
 # Bounds the whitespace between two values of JSON, as llama.cpp does: a model could write spaces without end.
 WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
@@ -28,8 +32,8 @@ class Bytes:
     bos_token_id = None
     is_tokenizer_wrapper = True
 
-    def __init__(self, special: dict[str, str], stop: int) -> None:
-        found = {int(token): text.encode() for token, text in special.items()}
+    def __init__(self, special: dict[int, str], stop: int) -> None:
+        found = {token: text.encode() for token, text in special.items()}
         self.tokens = [found.get(token, b"") for token in range(max(found) + 1)] + [bytes([one]) for one in range(256)]
         self.eos_token_id, self.special_token_ids = stop, sorted(found)
 
@@ -40,13 +44,13 @@ class Bytes:
 
 def main(folder: str) -> int:
     """Check the grammar of standard input, with the llguidance of `folder`."""
-    asked = json.load(sys.stdin)
+    asked = marshal.load(sys.stdin.buffer)
     for what, limit in ((resource.RLIMIT_AS, asked["memory"]), (resource.RLIMIT_CPU, asked["seconds"])):
         resource.setrlimit(what, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.nice(asked["nice"])
     sys.path.append(folder)
-    library: Any = import_module("_lib")  # without the package around it, which takes 5 times as long to import
+    library: Any = __import__("_lib")  # without the package around it, which takes 5 times as long to import
     matcher = library.LLMatcher
     try:
         source = source_of(matcher, asked["kind"], asked["value"])
@@ -59,7 +63,7 @@ def main(folder: str) -> int:
         message = state.get_error() if state.is_error() else "".join(state.get_grammar_warnings()[:1])
     except (ValueError, RecursionError) as error:
         message = str(error)
-    sys.stdout.write(message or source)
+    sys.stdout.buffer.write((message or source).encode())
     return REFUSED if message else 0
 
 
@@ -72,7 +76,7 @@ def source_of(matcher: Any, kind: str, value: Any) -> str:
             matcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value))
         )
     if kind == "grammar":
-        to_lark: Any = import_module("gbnf_to_lark")
+        to_lark: Any = __import__("gbnf_to_lark")
         try:
             return str(matcher.grammar_from_lark(to_lark.any_to_lark(value)))
         except Exception as error:  # llguidance raises plain exceptions here
@@ -87,7 +91,7 @@ def source_of(matcher: Any, kind: str, value: Any) -> str:
     return str(matcher.grammar_from_json_schema(schema, overrides=overrides))
 
 
-def behind(source: str, after: str, special: dict[str, str]) -> str:
+def behind(source: str, after: str, special: dict[int, str]) -> str:
     """Return the grammar of any text that ends with `after`, and then a text of `source`."""
     body = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
     tokens = [token for token, text in special.items() if text == after]

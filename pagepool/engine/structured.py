@@ -6,6 +6,7 @@ Needs the extra `structured`: llguidance compiles the grammars and computes the 
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,7 @@ MAX_GRAMMARS = 16  # compiled grammars that are kept
 CHECK_CPU_SECONDS, CHECK_SECONDS, CHECK_BYTES, CHECK_NICE = 1, 10.0, 1 << 30, 10
 # llguidance recurses once for each link of a chain of rules or `$ref`s. The check has 8 MiB, so this is enough.
 STACK_BYTES = 32 << 20
+MASK_SECONDS = 0.05  # CPU time for one token, which takes 0.0001 usually
 MAX_MESSAGE = 300  # characters of a message of llguidance in an error
 REPLACEMENT = "\ufffd".encode()
 LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
@@ -216,7 +219,7 @@ class Grammars:
         asked |= {"memory": CHECK_BYTES, "seconds": CHECK_CPU_SECONDS, "nice": CHECK_NICE}
         command = [sys.executable, "-I", "-S", grammar_check.__file__, os.path.dirname(llguidance.__file__)]
         try:
-            done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=CHECK_SECONDS)
+            done = subprocess.run(command, input=marshal.dumps(asked), capture_output=True, timeout=CHECK_SECONDS)
         except subprocess.TimeoutExpired:
             raise _refusal(kind, f"takes more than {CHECK_SECONDS:g} s to compile") from None
         if done.returncode == 0:
@@ -234,6 +237,9 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         assert self._masks is not None
+        os.setpriority(
+            os.PRIO_PROCESS, threading.get_native_id(), CHECK_NICE
+        )  # of this thread, which ends with the call
         try:
             state = LLMatcher(self._vocabulary, source, log_level=0, limits=LLParserLimits(**LIMITS))
         except BaseException as error:  # a panic of llguidance is not an Exception
@@ -301,13 +307,15 @@ class Matcher:
 
     def _advance(self, tokens: Sequence[int]) -> None:
         """Take tokens and compute the next mask. Runs in the thread of the masks."""
-        state, bits = self._state, self._bits
+        state, bits, began = self._state, self._bits, thread_time()
         try:
             if state.consume_tokens(list(tokens)):
                 state.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             message = state.get_error() or "no text is possible" if state.is_error() or not bits.any() else ""
         except BaseException as error:  # a panic of llguidance is not an Exception
             message = str(error)
+        if len(tokens) == 1 and thread_time() - began > MASK_SECONDS:  # the steps of all requests wait for it
+            message = message or f"takes more than {MASK_SECONDS:g} s of CPU time for one token"
         if message:
             raise _refusal(self._kind, message)
         allowed = np.unpackbits(bits.view(np.uint8), count=len(self._bias), bitorder="little")

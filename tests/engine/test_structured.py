@@ -309,6 +309,14 @@ def test_a_failure_of_llguidance_ends_its_request_and_no_other(monkeypatch):
         engine.check()
 
 
+def test_a_grammar_that_takes_long_for_a_token_ends_its_request(grammars, monkeypatch):
+    structured = Structured(choice=["y" * 100])
+    assert text_of(grammars, structured)[0] == "y" * 100
+    monkeypatch.setattr(module, "MASK_SECONDS", 0.0)
+    with refuses(RequestRejected, "choice", "0 s"):
+        text_of(grammars, structured)
+
+
 def test_a_model_that_fails_is_seen_behind_a_mask():
     logits = np.zeros(VOCABULARY, np.float32)
     logits[5] = np.nan
