@@ -34,7 +34,7 @@ MAX_CHOICES = 1024
 MAX_COMPILING = 2  # grammars that a server compiles at the same time
 MAX_GRAMMARS = 16  # compiled grammars that are kept
 # Limits of the process that checks a grammar: CPU seconds, seconds, bytes; and its niceness beside the model.
-CHECK_CPU_SECONDS, CHECK_SECONDS, CHECK_BYTES, CHECK_NICE = 1, 10.0, 1 << 30, 10
+CHECK_CPU_SECONDS, CHECK_SECONDS, CHECK_BYTES, CHECK_NICE = 1, 10.0, 128 << 20, 10
 # llguidance recurses once for each link of a chain of rules or `$ref`s. The check has 8 MiB, so this is enough.
 STACK_BYTES = 32 << 20
 MASK_SECONDS = 0.05  # CPU time for one token, which takes 0.0001 usually
@@ -140,8 +140,9 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_token_ids = tokenizer, vocab_size, sorted(stop_token_ids)
-        self._opening = threading.Lock()  # guards the next two
+        self._opening = threading.Lock()  # guards the next three
         self._vocabulary: Any = None
+        self._special: dict[int, str] = {}
         self._masks: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # guards `_kept`
         self._kept: OrderedDict[Structured, Grammar] = OrderedDict()
@@ -149,7 +150,7 @@ class Grammars:
     def compiled(self, structured: Structured) -> Grammar:
         """Return the compiled grammar.
 
-        A new one is first checked in a process of its own, with a limit of 1 s of CPU time and 1 GiB of memory.
+        A new one is first checked in a process of its own, with a limit of 1 s of CPU time and 128 MiB of memory.
 
         Raises
         ------
@@ -237,9 +238,7 @@ class Grammars:
         from llguidance import LLMatcher, LLParserLimits
 
         assert self._masks is not None
-        os.setpriority(
-            os.PRIO_PROCESS, threading.get_native_id(), CHECK_NICE
-        )  # of this thread, which ends with the call
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), CHECK_NICE)  # this thread ends with the call
         try:
             state = LLMatcher(self._vocabulary, source, log_level=0, limits=LLParserLimits(**LIMITS))
         except BaseException as error:  # a panic of llguidance is not an Exception

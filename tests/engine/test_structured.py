@@ -338,7 +338,7 @@ def test_a_request_without_a_possible_token_ends_with_an_error(more):
 def test_a_check_beyond_its_limits_refuses_one_grammar(grammars, monkeypatch):
     known, other = Structured(choice=["known"]), Structured(choice=["other"])
     assert text_of(grammars, known)[0] == "known"
-    for name, value, words in (("CHECK_SECONDS", 0.0, ["choice", 0]), ("CHECK_BYTES", 20 << 20, ["choice"])):
+    for name, value, words in (("CHECK_SECONDS", 0.0, ["choice", 0]), ("CHECK_BYTES", 1 << 20, ["choice"])):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, value)
             with refuses(RequestRejected, *words):
