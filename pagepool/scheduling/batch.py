@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from operator import ge
 from typing import Any
@@ -142,21 +143,28 @@ class Decodes:
 
 
 def build_batch(
-    decodes: Decodes, prefills: list[Sequence], config: SchedulerConfig, feeds_again: bool = True, step: int = 0
+    decodes: Decodes,
+    prefills: list[Sequence],
+    config: SchedulerConfig,
+    feeds_again: bool = True,
+    step: int = 0,
+    drafts: Mapping[int, int] | None = None,
 ) -> ScheduledBatch:
     """The batch of one step. Changes nothing.
 
     `feeds_again`: decodes without a new token are in it; a recurrent state must not pass over a token twice.
     `step`: maximum number of tokens of a decode; 0: no limit.
+    `drafts`: as in `Scheduler.schedule`.
     """
     new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
     if not feeds_again and 0 in new:
         decodes = Decodes([seq for seq, count in zip(decodes.sequences, new, strict=True) if count])
         new = [count for count in new if count]
-    size, lookahead = len(decodes.sequences), config.lookahead
+    size, has_slots = len(decodes.sequences), config.lookahead > 0 and (drafts is None or len(drafts) > 0)
     most = new
-    if lookahead:
-        most = [count + _slots(seq, count, lookahead) for seq, count in zip(decodes.sequences, new, strict=True)]
+    if has_slots:
+        rows = zip(decodes.sequences, new, strict=True)
+        most = [count + _slots(seq, count, config.lookahead, drafts) for seq, count in rows]
     if step:
         most = [min(count, step) for count in most]
     unread = [seq._next_end - seq.fed for seq in prefills]
@@ -165,14 +173,14 @@ def build_batch(
     wants = [True] * size
     if grow != new:  # a decode without a new token, with drafts, or over the budget
         grow = fed = list(map(min, grow, most))
-        if lookahead:
+        if has_slots:
             fed = list(map(min, grow, new))
         wants = list(map(ge, fed, new))
     if new.count(1) == size:
         tokens = [[output[-1]] for output in decodes.outputs]
     else:
-        rows = zip(decodes.sequences, new, fed, strict=True)
-        tokens = [seq._next_tokens(min(count, given)) for seq, count, given in rows]
+        given = zip(decodes.sequences, map(min, new, fed), strict=True)
+        tokens = [seq._next_tokens(count) for seq, count in given]
     sequences, seq_ids = decodes.sequences.copy(), decodes.seq_ids.copy()
     states, outputs = decodes.states.copy(), decodes.outputs.copy()
     for seq, count in zip(prefills, counts[size:], strict=True):
@@ -212,6 +220,7 @@ def share_tokens(decodes: Many[int], prefills: Many[int], config: SchedulerConfi
     return counts
 
 
-def _slots(seq: Sequence, new: int, lookahead: int) -> int:
+def _slots(seq: Sequence, new: int, lookahead: int, drafts: Mapping[int, int] | None) -> int:
     """The slots for drafts that a decode with `new` tokens to feed can use: one token comes without a draft."""
-    return min(lookahead, seq._max_output - len(seq.output_tokens) - 1) if new == 1 else 0
+    wanted = lookahead if drafts is None else min(lookahead, drafts.get(seq.id, 0))
+    return min(wanted, seq._max_output - len(seq.output_tokens) - 1) if new == 1 else 0

@@ -167,6 +167,12 @@ class BlockManager:
         self.num_tokens -= seq.kv.len - num_tokens
         self._truncate(seq.kv, num_tokens)
 
+    def remove_slots(self, sequences: Iterable[Sequence]) -> None:
+        """Keep the fed tokens of `sequences`: remove the slots of rejected drafts."""
+        for seq in sequences:
+            if seq.kv is not None and seq.kv.len > seq.fed:
+                self.truncate(seq, seq.fed)
+
     def close(self, sequences: Iterable[Sequence]) -> None:
         """Free the blocks of `sequences` and close their states. Later calls of these states raise `StaleHandle`."""
         found = [seq for seq in sequences if seq.kv is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from pagepool._arguments import integer
@@ -29,6 +29,7 @@ from pagepool.scheduling.validate import (
     check_token,
     check_width,
     read_batch,
+    read_drafts,
     read_request,
     read_results,
     read_token,
@@ -239,8 +240,7 @@ class Scheduler:
     def cancel(self, seq_id: int) -> None:
         """Stop a sequence from any thread and at any time. It finishes at the beginning of the next `schedule`.
 
-        Its `finish_reason` is "abort". Unknown and finished ids are ignored. An id that is not an integer raises
-        TypeError.
+        Its `finish_reason` is "abort". Unknown and finished ids are ignored, other types than int raise TypeError.
         """
         number = integer("seq_id", seq_id)
         if not self._guard.is_closed:
@@ -362,11 +362,17 @@ class Scheduler:
                 del self._sequences[seq_id]
             return list(finished.values())
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self, drafts: Mapping[int, int] | None = None) -> ScheduledBatch:
         """Return the next batch, within all budgets of the config and with its blocks taken.
 
         Accepts submitted requests, stops cancelled ones, and admits waiting sequences. Chooses sequences in turn, gives
-        each its tokens, and preempts if the pool runs out of blocks.
+        each its tokens, and preempts if the pool runs out of blocks, but never for drafted tokens.
+
+        Parameters
+        ----------
+        drafts : mapping of int to int, optional
+            Number of drafted tokens by sequence id. A decode gets as many slots, up to `lookahead`, its limit, the
+            budget of tokens and the blocks that are left. Default: `lookahead` for all.
 
         Returns
         -------
@@ -377,9 +383,12 @@ class Scheduler:
         Raises
         ------
         RuntimeError
-            If a batch is `outstanding`, and the scheduler has a prefix cache or has committed a batch before. A failed
-            call changes nothing. Otherwise an outstanding batch counts as run, and `append_token` alone is enough.
+            If a batch is `outstanding`, and the scheduler has a prefix cache or has committed a batch before. Otherwise
+            an outstanding batch counts as run, and `append_token` alone is enough.
+        TypeError, ValueError
+            If a number of drafts is not an integer, or is below 0. A failed call changes nothing.
         """
+        drafts = read_drafts(drafts)
         with self._guard:
             step = self.num_steps + 1
             out = self._outstanding
@@ -393,16 +402,17 @@ class Scheduler:
             self._admission.admit(step)
             active = self._active
             while len(active):
-                batch = build_batch(*active.pick(), self.config, self._blocks.states is None, self._blocks.step)
+                batch = build_batch(*active.pick(), self.config, self._blocks.states is None, self._blocks.step, drafts)
                 taken = self._preemption.take(batch, step)
                 active.put_back(taken)
                 if taken:
                     active.feed(batch)
-                    if self.config.policy == "fair":
-                        self._tenants.charge(batch)
+                    self._tenants.charge(batch)
                     self._outstanding = None if batch.is_empty else batch
                     return batch
-                if not self._preemption.make_room(batch, step):
+                if any(batch.lookahead):
+                    drafts = {}
+                elif not self._preemption.make_room(batch, step):
                     break
             return ScheduledBatch.empty()
 
@@ -452,6 +462,7 @@ class Scheduler:
                     result = up_to_stop(result, seq.stop_token_ids)
                     output += result
                     seq.fed += len(result) - 1  # accepted drafts stay in their slots
+                    self._tenants.charge_drafts(seq, len(result) - 1)
                 elif result >= 0:
                     output.append(result)
                 else:
@@ -595,7 +606,6 @@ class Scheduler:
 
         Examples
         --------
-        >>> from pagepool import Scheduler
         >>> Scheduler().check()
         """
         with self._guard:
@@ -635,10 +645,8 @@ class Scheduler:
     def _end_step(self, batch: ScheduledBatch) -> None:
         """End the step of `batch`, which was run: remove the slots of drafts and publish the filled blocks."""
         self._outstanding = None
-        if self.config.lookahead:
-            for seq in batch._sequences:
-                if seq.kv is not None and seq.kv.len > seq.fed:
-                    self._blocks.truncate(seq, seq.fed)
+        if any(batch.lookahead):
+            self._blocks.remove_slots(batch._sequences)
         self._prefix.publish_filled(batch)
         self._prefix.keep_states(batch)
 
@@ -704,8 +712,7 @@ class Scheduler:
     def _empty(self) -> tuple[WaitingQueue, ActiveSequences, Tenants]:
         """Return the structures of a scheduler without sequences."""
         config, blocks = self.config, self._blocks
-        waiting = WaitingQueue(self._policy)
-        return waiting, ActiveSequences(config, blocks.blocks_for), Tenants(config, blocks)
+        return WaitingQueue(self._policy), ActiveSequences(config, blocks.blocks_for), Tenants(config, blocks)
 
     def _audit(self) -> str | None:
         """Return the first broken invariant, or None."""

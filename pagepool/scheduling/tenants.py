@@ -30,6 +30,7 @@ class Tenants:
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self._limits = config.tenants
+        self._charges = config.policy == "fair"
         self._blocks_for = blocks.blocks_for
         self._live: Counter[Any] = Counter()
         self._held: Counter[Any] = Counter()
@@ -93,12 +94,21 @@ class Tenants:
         return self._served.get(tenant, 0.0)
 
     def charge(self, batch: ScheduledBatch, sign: int = 1) -> None:
-        """Count the tokens of a step. `sign` -1 subtracts them."""
+        """Count the tokens of a step, under the policy "fair". `sign` -1 subtracts them."""
+        if not self._charges:
+            return
         for row, seq in enumerate(batch._sequences):
-            if seq.tenant in self._served:  # the counter of a tenant that has left may have been removed
-                weight = sign * (OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT)
-                share = self._limits.get(seq.tenant, ANYONE).weight
-                self._served[seq.tenant] += weight * len(batch.tokens[row]) / share
+            weight = sign * (OUTPUT_WEIGHT if row < batch.num_decodes else PROMPT_WEIGHT)
+            self._charge(seq, weight * len(batch.tokens[row]))
+
+    def charge_drafts(self, seq: Sequence, count: int) -> None:
+        """Count `count` accepted drafts."""
+        if self._charges:
+            self._charge(seq, OUTPUT_WEIGHT * count)
+
+    def _charge(self, seq: Sequence, amount: float) -> None:
+        if seq.tenant in self._served:  # the counter of a tenant that has left may have been removed
+            self._served[seq.tenant] += amount / self._limits.get(seq.tenant, ANYONE).weight
 
     def summary(self) -> dict[str, Any]:
         """Return the values that `Scheduler.check` compares with counts from the sequences."""

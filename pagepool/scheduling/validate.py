@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from pagepool._arguments import integer, wrong
@@ -20,6 +20,7 @@ __all__ = [
     "check_token",
     "check_width",
     "read_batch",
+    "read_drafts",
     "read_request",
     "read_results",
     "read_token",
@@ -114,6 +115,16 @@ def read_batch(batch: Any) -> ScheduledBatch:
     if not isinstance(batch, ScheduledBatch):
         raise wrong("batch", "a ScheduledBatch", batch)
     return batch
+
+
+def read_drafts(drafts: Any) -> dict[int, int] | None:
+    """Return the numbers of drafts by sequence id, without zeros. Raises TypeError or ValueError for other values."""
+    if drafts is None:
+        return None
+    if not isinstance(drafts, Mapping):
+        raise wrong("drafts", "a mapping from sequence ids to numbers of drafts", drafts)
+    counts = {seq_id: integer(f"drafts[{seq_id}]", count, 0) for seq_id, count in drafts.items()}
+    return {seq_id: count for seq_id, count in counts.items() if count}
 
 
 def check_outstanding(batch: ScheduledBatch, outstanding: ScheduledBatch | None) -> None:

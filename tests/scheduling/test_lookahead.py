@@ -148,3 +148,49 @@ def test_any_run_of_acceptances_gives_the_tokens_that_were_committed(lookahead, 
         assert seq.output_tokens == told[seq.id]
     allocator.check()
     assert scheduler.num_tokens == 0
+
+
+def test_each_sequence_has_as_many_slots_as_it_has_drafts():
+    scheduler, _ = make()
+    first, second, third = (scheduler.add_request([1] * 5, 40) for _ in range(3))
+    scheduler.commit(scheduler.schedule({first: 2}), [50, 50, 50])  # prompts have no drafts
+    batch = scheduler.schedule({first: 2, second: 9, 99: 1})
+    assert (batch.lookahead, batch.num_tokens) == ([2, 3, 0], [3, 4, 1])
+    scheduler.check()
+    scheduler.commit(batch, [[51, 60], [51, 52, 53, 60], 60])
+    assert scheduler.schedule({}).lookahead == [0, 0, 0]
+    assert [scheduler.get_sequence(seq_id).kv.len for seq_id in (first, second, third)] == [8, 10, 7]
+
+
+@pytest.mark.parametrize(("drafts", "error"), [({1: -1}, ValueError), ({1: 1.5}, TypeError), ([3], TypeError)])
+def test_wrong_numbers_of_drafts_change_nothing(drafts, error):
+    scheduler, _ = make()
+    start(scheduler)
+    with refuses(error, "drafts"):
+        scheduler.schedule(drafts)
+    assert scheduler.outstanding is None and scheduler.num_steps == 1
+
+
+@pytest.mark.parametrize("drafts", [None, {1: 3, 2: 3}])
+def test_drafts_are_dropped_before_a_sequence_loses_blocks(drafts):
+    scheduler, allocator = make(num_blocks=4)
+    seqs = [scheduler.get_sequence(scheduler.add_request([1] * 6, 9)) for _ in range(2)]
+    scheduler.commit(scheduler.schedule(), [50, 50])
+    batch = scheduler.schedule(drafts)  # 2 more tokens would need a block more for each
+    assert batch.lookahead == [1, 1]
+    scheduler.commit(batch, [[51], [51]])
+    assert allocator.free_count == 0
+    batch = scheduler.schedule(drafts)
+    assert batch.lookahead == [0, 0] and scheduler.num_preemptions == 0
+    scheduler.commit(batch, [52, 52])
+    assert all(seq.at_limit for seq in seqs) and allocator.in_use == 0
+
+
+def test_a_tenant_pays_for_its_accepted_drafts():
+    scheduler, _ = make(policy="fair")
+    ids = [scheduler.add_request([1] * 5, 40, tenant=name) for name in ("quick", "slow")]
+    scheduler.commit(scheduler.schedule(), [50, 50])
+    before = [scheduler._tenants.served(name) for name in ("quick", "slow")]
+    scheduler.commit(scheduler.schedule({ids[0]: 3}), [[51, 52, 53, 54], 51])
+    quick, slow = (scheduler._tenants.served(name) - old for name, old in zip(("quick", "slow"), before, strict=True))
+    assert quick == 4 * slow
