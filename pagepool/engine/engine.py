@@ -7,9 +7,10 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from operator import eq
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Condition, Lock, Thread
@@ -20,6 +21,7 @@ import numpy as np
 
 from pagepool._arguments import integer, wrong
 from pagepool.config import SchedulerConfig
+from pagepool.engine.drafts import KINDS, MAX_DRAFTS, Drafter, Drafts, Drawn, verify
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
 from pagepool.engine.logits import Logits
@@ -49,6 +51,7 @@ class _Running:
     request: Request
     request_id: int | str
     prompt: PromptLogprobs | None  # None if the request does not ask for them
+    drafter: Drafter | None  # None without drafts
     has_begun: bool = False  # true after its first step
 
 
@@ -100,6 +103,11 @@ class Engine(Intake):
     memory_budget : MemoryBudget, optional
         A limit in bytes for the shared pools of several models, for a `shared_pool` with a name. The pool grows and
         shrinks within it, up to `num_blocks` or `pool_bytes`; by default it may have all of it.
+    drafts : {"ngram"}, optional
+        Speculative decoding: "ngram" predicts the next tokens of a request from its prompt and output, and the model
+        verifies several in one step. The generated tokens are the same. The engine measures how often predictions are
+        right and what a step with more tokens costs, and drafts only where this raises the tokens per second. At most
+        `config.lookahead` drafts per sequence and step, 15 by default. Not for models with recurrent states.
 
     Attributes
     ----------
@@ -159,7 +167,10 @@ class Engine(Intake):
         weights_digest: str | None = None,
         shared_pool: str | int | None = None,
         memory_budget: MemoryBudget | None = None,
+        drafts: str | None = None,
     ) -> None:
+        if drafts is not None and drafts not in KINDS:
+            raise ValueError(f"drafts must be {' or '.join(map(repr, KINDS))} or None, not {drafts!r}")
         for name, value, kind in (("config", config, SchedulerConfig), ("memory_budget", memory_budget, MemoryBudget)):
             if not isinstance(value, kind | None):
                 raise wrong(name, f"a {kind.__name__} or None", value)
@@ -174,6 +185,10 @@ class Engine(Intake):
         if num_blocks is not None:
             integer("num_blocks", num_blocks, 1)
         config = SchedulerConfig(max_batch_sequences=MAX_BATCH_SEQUENCES) if config is None else config
+        if drafts is None and config.lookahead:
+            raise ValueError(f"a lookahead of {config.lookahead} needs drafts: give drafts='ngram'")
+        if drafts is not None and not config.lookahead:
+            config = replace(config, lookahead=MAX_DRAFTS)
         self.runner = model
         if hasattr(model, "run"):
             of_runner = {"pool_bytes": pool_bytes, "num_blocks": num_blocks, "dtype": dtype, "weights": weights}
@@ -229,6 +244,12 @@ class Engine(Intake):
         )
         self.store = None if store is None else self.runner.open_store(store, store_bytes, weights_digest)
         options = {} if self.store is None else {"store": self.store}
+        self._drafts = None
+        if config.lookahead:
+            if self.runner.states is not None:
+                name = type(self.runner.model or self.runner).__name__
+                raise ValueError(f"drafts cannot be used with {name}: its recurrent states cannot drop rejected drafts")
+            self._drafts = Drafts(config.lookahead)
         self.prefix_cache = self.runner.new_prefix_cache(prefix_events, **options) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
         self._requests: dict[int, _Running] = {}
@@ -281,6 +302,7 @@ class Engine(Intake):
         run, and the request's random generator continues where that run stopped.
         """
         integer("num_generated", num_generated, 0, len(request.prompt))
+        drafter = None if self._drafts is None else self._drafts.drafter(request.prompt)
         if os.getpid() != self._pid:  # before the lock, which a thread of the parent may have held
             raise EngineClosed(f"the engine runs in process {self._pid}, and this is a child of it: make a new engine")
         with self._changed:
@@ -307,7 +329,7 @@ class Engine(Intake):
             output = request.prompt[len(request.prompt) - num_generated :]
             matcher = None if request.grammar is None else request.grammar.matcher(output)
             sampler = Sampler(params, num_generated, request.prompt, matcher)
-            self._requests[seq_id] = _Running(reference, sampler, request, name, prompt)
+            self._requests[seq_id] = _Running(reference, sampler, request, name, prompt, drafter)
             self._counts["prompt_tokens"] += len(request.prompt)
             if self._is_idle:
                 self._is_idle = False
@@ -323,8 +345,11 @@ class Engine(Intake):
             `requests` is the number of requests that run or wait. `ended` counts ended requests by `finish_reason`.
             `prompt_tokens`, `cached_tokens` and `generated_tokens` count tokens. `step_seconds` and `model_seconds` are
             the seconds of all steps and of the model within them. `scheduler` holds the counters of the scheduler.
+            With drafts, `drafted_tokens` and `accepted_tokens` count the drafts that the model verified, and those that
+            became output.
         """
-        return {**self._stats(), **self._seconds, "scheduler": self.scheduler.stats()}
+        names = () if self._drafts is None else ("drafted_tokens", "accepted_tokens")
+        return {**self._stats(*names), **self._seconds, "scheduler": self.scheduler.stats()}
 
     def observed(self) -> dict[str, Any]:
         """Return the arguments of `PagepoolCollector` for this engine."""
@@ -467,7 +492,8 @@ class Engine(Intake):
 
     def _step(self) -> None:
         self._step_began = began = perf_counter()
-        batch = self.scheduler.schedule()
+        drafts = self._choose_drafts()
+        batch = self.scheduler.schedule({seq_id: len(tokens) for seq_id, tokens in drafts.items()})
         with self._changed:  # waits for `submit`, which queues a request before it adds it to `_requests`
             requests = [self._requests[seq_id] for seq_id in batch.seq_ids]
         self._end_finished()  # requests that were cancelled
@@ -475,9 +501,11 @@ class Engine(Intake):
             sleep(EMPTY_STEP if self.scheduler.has_work else 0.0)
             return
         self._note_begun(requests)
+        slots = zip(batch.seq_ids, batch.lookahead, strict=True)
+        fed = [drafts[seq_id][:count] if count else [] for seq_id, count in slots]
         model_began, cpu_began = perf_counter(), thread_time()
         try:
-            rows, ends = self._run_model(batch, requests)
+            rows, ends = self._run_model(batch, requests, fed)
         except Exception as error:
             names = ", ".join(str(request.request_id) for request in requests)
             logger.error("the model failed in a step of the requests %s", names, exc_info=error)
@@ -488,8 +516,10 @@ class Engine(Intake):
         model_seconds = perf_counter() - model_began
         self._openmp.note_step(model_seconds, thread_time() - cpu_began)
         self._seconds["model_seconds"] += model_seconds
-        tokens: list[int | None] = [None] * len(batch)
-        pieces: list[tuple[int, _Running, int, tuple[float | None, Any]]] = []
+        if self._drafts is not None and batch.num_decodes == len(batch):
+            self._drafts.costs.note(batch.total_tokens, model_seconds)
+        results: list[Any] = [None] * len(batch)
+        found: list[tuple[int, _Running, list[Drawn], list[int]]] = []
         largest = rows.largest() if any(request.sampler.takes_largest for request in requests) else []
         for place, (seq_id, request) in enumerate(zip(batch.seq_ids, requests, strict=True)):
             begin, end = ends[place : place + 2]
@@ -498,22 +528,19 @@ class Engine(Intake):
                     request.prompt.add(rows[begin:end])
                 if not batch.wants_token[place] or request.request.params.max_new_tokens == 0:
                     check_logits(rows[end - 1], rows[end - 1].max())
-                    tokens[place] = 0 if batch.wants_token[place] else None
+                    results[place] = 0 if batch.wants_token[place] else None
                     continue
-                if request.sampler.takes_largest and largest[end - 1] >= 0:
-                    tokens[place] = token = request.sampler.take(largest[end - 1])
-                    pieces.append((seq_id, request, token, (None, {})))
-                    continue
-                logits = rows[end - 1]
-                tokens[place] = token = request.sampler.sample(logits)
-                pieces.append((seq_id, request, token, request.sampler.logprobs(logits, token)))
+                first, stops = end - 1 - len(fed[place]), request.request.params.stop_token_ids
+                drawn = verify(request.sampler, rows, largest, first, fed[place], stops)
+                results[place] = [token for token, _ in drawn] if fed[place] else drawn[0][0]
+                found.append((seq_id, request, drawn, fed[place]))
             except RequestRejected as error:  # the model has not failed
                 self._fail(seq_id, error)
             except Exception as error:
                 logger.error("sampling failed for the request %s", request.request_id, exc_info=error)
                 self._fail(seq_id, error, is_wrong=not rows.is_right(slice(begin, end)))
-        self.scheduler.commit(batch, tokens)
-        for piece in pieces:
+        self.scheduler.commit(batch, results)
+        for piece in found:
             try:
                 self._deliver(*piece)
             except Exception as error:
@@ -522,28 +549,47 @@ class Engine(Intake):
         self._end_finished()
         self._seconds["step_seconds"] += perf_counter() - began
 
-    def _run_model(self, batch: Any, requests: list[_Running]) -> tuple[Logits, list[int]]:
+    def _choose_drafts(self) -> dict[int, list[int]]:
+        """Return the drafts of the next step, by sequence id."""
+        if self._drafts is None:
+            return {}
+        with self._changed:
+            found = {seq_id: running.drafter for seq_id, running in self._requests.items()}
+        return self._drafts.choose({seq_id: one for seq_id, one in found.items() if one is not None and one.num_new})
+
+    def _run_model(self, batch: Any, requests: list[_Running], drafts: list[list[int]]) -> tuple[Logits, list[int]]:
         """Run the model on a batch.
+
+        Parameters
+        ----------
+        batch : ScheduledBatch
+            The batch.
+        requests : list of _Running
+            Its requests.
+        drafts : list of list of int
+            The drafts of each sequence.
 
         Returns
         -------
         rows : Logits
-            Rows of all sequences, one sequence after the other. A sequence has a row for its last token, and one for
-            each prompt token with requested log probabilities. The row of a chunk shows whether its pages are right.
+            Rows of all sequences, one sequence after the other. A sequence has a row for its last token, one for
+            each draft, and one for each prompt token with requested log probabilities. The row of a chunk shows whether
+            its pages are right.
         ends : list of int
             The rows of sequence i are `rows[ends[i]:ends[i + 1]]`.
         """
-        keep = [1] * len(batch)
+        tokens = [[*row, *added] if added else row for row, added in zip(batch.tokens, drafts, strict=True)]
+        keep = [1 + len(added) for added in drafts]
         for place, running in enumerate(requests):
             if running.prompt is not None:
                 fed = self.scheduler.get_sequence(batch.seq_ids[place]).fed
                 keep[place] = max(keep[place], running.prompt.num_wanted(fed))
         if hasattr(self.runner, "logits"):
-            logits = self.runner.logits(batch.tokens, batch.states, keep)
+            logits = self.runner.logits(tokens, batch.states, keep)
         elif keep == batch.wants_token:
             logits = self.runner.run(batch)
         else:
-            logits = self.runner.forward(batch.tokens, batch.states, keep)
+            logits = self.runner.forward(tokens, batch.states, keep)
         return Logits(np.asarray(logits)), [0, *accumulate(keep)]
 
     def _note_begun(self, requests: list[_Running]) -> None:
@@ -555,16 +601,26 @@ class Engine(Intake):
                 if generation is not None:
                     generation.scheduled_at = monotonic()
 
-    def _deliver(self, seq_id: int, running: _Running, token: int, logprobs: tuple[float | None, Any]) -> None:
-        """Pass a committed token to its generation. Ends the request at a stop string."""
-        sequence = self.scheduler.get_sequence(seq_id)
-        text, reason = running.request.text_of(token, sequence.finish_reason)
-        if reason is not None and sequence.finish_reason is None:
-            self.scheduler.finish_sequence(seq_id)
-        generation = running.generation()
+    def _deliver(self, seq_id: int, running: _Running, drawn: list[Drawn], drafts: list[int]) -> None:
+        """Pass committed tokens to their generation. Ends the request at a stop string."""
+        sequence, generation = self.scheduler.get_sequence(seq_id), running.generation()
+        accepted = sum(map(eq, drafts, [token for token, _ in drawn]))
+        self._counts["drafted_tokens"] += len(drafts)
+        self._counts["accepted_tokens"] += accepted
+        for place, (token, logprobs) in enumerate(drawn, 1):
+            text, reason = running.request.text_of(token, sequence.finish_reason if place == len(drawn) else None)
+            if reason is not None and sequence.finish_reason is None:
+                self.scheduler.finish_sequence(seq_id)
+            if generation is not None:
+                generation._put(Token(token, text, *logprobs), sequence.num_cached)
+            if running.drafter is not None:
+                running.drafter.add(token)
+            self._counts["generated_tokens"] += 1
+            if reason is not None:
+                break  # at a stop string the later tokens are dropped
         if generation is not None:
-            generation._put(Token(token, text, *logprobs), sequence.num_cached)
-        self._counts["generated_tokens"] += 1
+            generation.num_accepted += accepted
+            generation.num_rejected += len(drafts) - accepted
         if len(sequence.output_tokens) == 1:
             self._counts["cached_tokens"] += sequence.num_cached
 

@@ -80,6 +80,8 @@ class Generation:
         complete before the first token is generated. It is None without `SamplingParams.prompt_logprobs`.
     num_cached : int
         Prompt tokens that were in the prefix cache. Set with the first token.
+    num_accepted, num_rejected : int
+        Drafts that became output, and drafts that the model rejected. 0 without drafts.
     submitted_at : float
         Time of `submit`, by `time.monotonic()`.
     scheduled_at, first_token_at, ended_at : float or None
@@ -100,7 +102,7 @@ class Generation:
         self.token_ids: list[int] = []
         self.prompt_token_ids, self.prompt_logprobs = prompt_token_ids, prompt_logprobs
         self.num_prompt_tokens = len(prompt_token_ids)
-        self.num_cached = 0
+        self.num_cached = self.num_accepted = self.num_rejected = 0
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self._cancel = cancel

@@ -1,4 +1,4 @@
-"""Drafts change no token: what the model rejects leaves no trace in texts, pages and counters."""
+"""Drafts change no token, and rejected drafts leave no trace in texts, pages and counters."""
 
 import random
 import time
@@ -38,7 +38,7 @@ PARAMS = {
 
 
 def outcome(generation):
-    """What a caller sees of a generation."""
+    """Return the tokens, texts, log probabilities, finish reason and error of a generation."""
     reason = reason_of(generation)
     tokens = list(generation._pending)
     error = None if generation.error is None else str(generation.error)

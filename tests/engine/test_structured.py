@@ -13,6 +13,7 @@ import pytest
 from fake_runner import VOCABULARY, Bytes, FakeRunner, reason_of
 from json_schemas import HOSTILE, random_schema
 from refusals import refuses
+from scripted_drafts import drafting
 from share import WHOLE
 
 from pagepool import Engine, RequestRejected, SamplingParams, SchedulerConfig, Structured
@@ -419,3 +420,19 @@ def test_any_stop_token_of_the_model_ends_a_text():
     matcher.add(ord("a"))
     assert np.flatnonzero(matcher.masked(np.zeros(VOCABULARY, np.float32)) == 0).tolist() == [0, 3, 200]
     grammars.close()
+
+
+def test_drafts_change_no_token_of_a_grammar():
+    """Many of the wrong drafts are forbidden by the grammar."""
+    params = [
+        SamplingParams(60, structured=Structured(json_schema=PERSON), seed=seed, temperature=1.0) for seed in range(4)
+    ]
+    prompts = [[65 + seed] for seed in range(4)]
+    with engine_of() as engine:
+        known = [engine.submit(*request).result(SECONDS) for request in zip(prompts, params, strict=True)]
+    texts = {tuple(prompt): one.token_ids + [65] * 9 for prompt, one in zip(prompts, known, strict=True)}
+    with drafting(engine_of(drafts="ngram"), texts, seed=2) as engine:
+        running = [engine.submit(*request) for request in zip(prompts, params, strict=True)]
+        assert [one.result(SECONDS).text for one in running] == [one.text for one in known]
+        assert all(one.num_accepted and one.num_rejected for one in running)
+        engine.check()

@@ -14,6 +14,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 
 from fake_runner import reason_of  # noqa: E402
 from families import FAMILIES, NEW_TOKENS, each, eager_tokens, prompts, tiny_model  # noqa: E402
+from refusals import refuses  # noqa: E402
+from scripted_drafts import drafting  # noqa: E402
 
 import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
@@ -37,6 +39,30 @@ def test_greedy_tokens_are_those_of_transformers_eager_attention(family):
         running = [engine.submit(prompt, SamplingParams(NEW_TOKENS)) for prompt in prompts()]
         assert [generation.result(SECONDS).token_ids for generation in running] == eager_tokens(family)
         engine.check()
+
+
+RECURRENT = {"Mamba2", "Bamba", "Qwen3Next", "Jamba", "FalconH1"}
+
+
+@pytest.mark.parametrize("family", each({family: FAMILIES[family] for family in FAMILIES if family not in RECURRENT}))
+@pytest.mark.parametrize("blocks", [None, 60])
+def test_drafts_change_no_greedy_token_in_float32(family, blocks):
+    """Every second pool is so small that sequences with drafts are preempted."""
+    texts = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), eager_tokens(family), strict=True)}
+    model = tiny_model(family)
+    with drafting(Engine(model, num_blocks=blocks, drafts="ngram"), texts, seed=blocks) as engine:
+        running = [engine.submit(prompt, SamplingParams(NEW_TOKENS)) for prompt in prompts()]
+        assert [generation.result(SECONDS).token_ids for generation in running] == eager_tokens(family)
+        stats = engine.stats()
+        assert stats["drafted_tokens"] > stats["accepted_tokens"] > NEW_TOKENS
+        engine.check()
+
+
+@pytest.mark.parametrize("family", ["Mamba2", "Bamba"])
+def test_drafts_are_refused_for_a_model_with_recurrent_states(family):
+    model = tiny_model(family)
+    with refuses(ValueError, "drafts", type(model).__name__, "recurrent"):
+        Engine(model, drafts="ngram")
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Bamba"])

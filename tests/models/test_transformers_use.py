@@ -493,8 +493,12 @@ def test_sizes_and_objects_that_are_wrong_are_refused(llama):
     with torch.device("meta"):
         away = transformers.LlamaForCausalLM(llama.config)
     refuse(away, "LlamaForCausalLM cannot run over pages: its weights are on meta, not the cpu")
-    with refuses(ValueError, 2):
-        ModelRunner(llama, num_blocks=8).scheduler(SchedulerConfig(lookahead=2))
+    runner = ModelRunner(llama, num_blocks=8)
+    scheduler = runner.scheduler(SchedulerConfig(lookahead=2))
+    scheduler.add_request([5, 6], max_new_tokens=9)
+    scheduler.commit(scheduler.schedule(), [7])
+    with refuses(ValueError, 2, "drafts", "forward"):
+        runner.run(scheduler.schedule())
 
 
 T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}

@@ -226,11 +226,9 @@ class ModelRunner:
         Raises
         ------
         ValueError
-            The config has a lookahead for drafted tokens, or `Scheduler` refuses an argument.
+            `Scheduler` refuses an argument.
         """
         config = SchedulerConfig() if config is None else config
-        if config.lookahead:
-            raise ValueError(f"a lookahead of {config.lookahead} needs a draft model, and run takes no drafts")
         pool: Any = self.pool
         checkpoints = None
         if prefix_cache is not None:
@@ -314,7 +312,14 @@ class ModelRunner:
         -------
         torch.Tensor
             float32 (n, vocab_size): logits of the n sequences with a true `wants_token`, in the order of the batch.
+
+        Raises
+        ------
+        ValueError
+            The batch has slots for drafts: give the tokens and the drafts to `forward`.
         """
+        if any(batch.lookahead):
+            raise ValueError(f"a batch with {sum(batch.lookahead)} slots for drafts needs the drafts: use forward")
         keep = [int(wants) for wants in batch.wants_token]
         return self.forward(batch.tokens, batch.states, keep)
 
