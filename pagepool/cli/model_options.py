@@ -96,6 +96,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how idle torch threads wait: spin or sleep; auto (default) chooses by the load of the machine",
     )
+    add(
+        "--drafts",
+        choices=("ngram",),
+        help="predict tokens from earlier ones and verify several in a step, where it pays; ngram: from the request",
+    )
     add("--no-prefix-cache", action="store_true", help="do not cache prefixes: compute every prompt from its beginning")
     add(
         "--store",
@@ -181,6 +186,7 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             weights_digest=digest,
             shared_pool=options.shared_pool,
             memory_budget=None if options.memory_budget is None else MemoryBudget(*options.memory_budget),
+            drafts=options.drafts,
         )
     except ModelError as error:
         raise UsageError(str(error)) from error

@@ -59,6 +59,11 @@ class Metrics:
         yield CounterMetricFamily("pagepool:generation_tokens", "Generated tokens.", value=stats["generated_tokens"])
         text = "Tokens of prompts that were in the prefix cache."
         yield CounterMetricFamily("pagepool:prompt_tokens_cached", text, value=stats["cached_tokens"])
+        if "drafted_tokens" in stats:
+            text = "Drafts that the model verified."
+            yield CounterMetricFamily("pagepool:spec_decode_num_draft_tokens", text, value=stats["drafted_tokens"])
+            text = "Drafts that became output."
+            yield CounterMetricFamily("pagepool:spec_decode_num_accepted_tokens", text, value=stats["accepted_tokens"])
 
     def _histogram(self, name: str, meaning: str) -> Histogram:
         return Histogram(f"pagepool:{name}", meaning, buckets=SECONDS, registry=self._registry)

@@ -330,6 +330,11 @@ class Answer:
         found["total_tokens"] = prompt + completion
         if self._shows_cached_tokens:
             found["prompt_tokens_details"] = {"cached_tokens": sum(generation.num_cached for generation in prompts)}
+        accepted = sum(generation.num_accepted for generation in generations)
+        rejected = sum(generation.num_rejected for generation in generations)
+        if accepted or rejected:
+            names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+            found["completion_tokens_details"] = dict(zip(names, (accepted, rejected), strict=True))
         return found
 
     def choice(self, index: int, delta: dict[str, Any], logprobs: Any, reason: str | None) -> dict[str, Any]:
