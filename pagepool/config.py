@@ -272,6 +272,8 @@ class SchedulerConfig:
         Slots for drafted tokens that each decode takes in addition to its own; see `Scheduler.commit`.
     tenants : mapping
         A `Tenant` for each tenant's name. A tenant without one has no bounds and weight 1.
+    explain_misses : bool
+        Note for each request why tokens of its prompt were not in the prefix cache: `Sequence.miss`.
 
     Raises
     ------
@@ -292,8 +294,11 @@ class SchedulerConfig:
     policy: str = "priority"
     lookahead: int = 0
     tenants: Mapping[Any, Tenant] = field(default_factory=dict, hash=False)
+    explain_misses: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.explain_misses, bool):
+            raise TypeError(f"explain_misses must be a bool, not a {type(self.explain_misses).__name__}")
         for name in ("max_sequences", "max_batch_tokens", "max_batch_sequences", "max_prefill_tokens"):
             object.__setattr__(self, name, integer(name, getattr(self, name), 1))
         if self.block_size is not None:

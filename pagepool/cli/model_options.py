@@ -202,6 +202,7 @@ def scheduler_config(options: argparse.Namespace) -> SchedulerConfig:
         max_batch_tokens=options.max_batch_tokens,
         max_prefill_tokens=options.max_prefill_tokens,
         policy=getattr(options, "policy", SchedulerConfig.policy),
+        explain_misses=getattr(options, "show_misses", False),
     )
 
 

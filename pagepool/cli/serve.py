@@ -152,6 +152,11 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
         "tenant that was served the fewest tokens); default: %(default)s",
     )
     add("--show-cached-tokens", action="store_true", help="tell clients how many tokens of a prompt were cached")
+    add(
+        "--show-misses",
+        action="store_true",
+        help="log why tokens of each prompt were not cached, and tell clients; shows tokens of prompts with equal salt",
+    )
     add("--uds", type=file_name, metavar="PATH", help="listen at a Unix socket that only its owner can use")
     add("--ssl-certfile", type=file_name, metavar="FILE", help="certificate for TLS")
     add("--ssl-keyfile", type=file_name, metavar="FILE", help="key of the certificate; default: in --ssl-certfile")
@@ -280,6 +285,7 @@ def app_options(options: argparse.Namespace, credentials: Credentials) -> dict[s
         "allowed_origins": options.allowed_origin,
         "priorities": options.priorities,
         "shows_cached_tokens": options.show_cached_tokens,
+        "shows_misses": options.show_misses,
         "special_tokens_in_texts": options.special_tokens_in_texts,
     }
 

@@ -30,6 +30,8 @@ def check(options: argparse.Namespace) -> None:
         if options.prefill_workers:
             raise UsageError("--prefill-workers needs --workers")
         return
+    if options.show_misses:
+        raise UsageError("--workers cannot be used with --show-misses: the front end does not see the caches")
     given = [name for name in ALONE if getattr(options, name) is not None]
     if given:
         raise UsageError(

@@ -612,7 +612,7 @@ class Engine(Intake):
             if reason is not None and sequence.finish_reason is None:
                 self.scheduler.finish_sequence(seq_id)
             if generation is not None:
-                generation._put(Token(token, text, *logprobs), sequence.num_cached)
+                generation._put(Token(token, text, *logprobs), sequence.num_cached, sequence._miss)
             if running.drafter is not None:
                 running.drafter.add(token)
             self._counts["generated_tokens"] += 1

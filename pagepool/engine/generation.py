@@ -10,8 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Event
 from time import monotonic
+from typing import Any
 
 from pagepool.errors import EngineClosed
+from pagepool.prefix.explain import Explanation
 
 __all__ = ["Generation", "PromptToken", "Token"]
 
@@ -103,6 +105,7 @@ class Generation:
         self.prompt_token_ids, self.prompt_logprobs = prompt_token_ids, prompt_logprobs
         self.num_prompt_tokens = len(prompt_token_ids)
         self.num_cached = self.num_accepted = self.num_rejected = 0
+        self._miss: Any = None  # the arguments of `Explanation.of`
         self.finish_reason: str | None = None
         self.error: BaseException | None = None
         self._cancel = cancel
@@ -121,6 +124,14 @@ class Generation:
     def text(self) -> str:
         """The text of all tokens so far."""
         return "".join(self._texts)
+
+    @property
+    def miss(self) -> Explanation | None:
+        """Why the other prompt tokens were not in the prefix cache, for `SchedulerConfig.explain_misses`.
+
+        None before the first token, in a cluster, and if the request does not read the cache.
+        """
+        return None if self._miss is None else Explanation.of(*self._miss)
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -207,11 +218,11 @@ class Generation:
 
     # Only the engine's stepping thread calls the methods below.
 
-    def _put(self, token: Token, num_cached: int) -> None:
+    def _put(self, token: Token, num_cached: int, miss: Any = None) -> None:
         with self._changed:
             if self.first_token_at is None:
                 self.first_token_at = monotonic()
-                self.num_cached = num_cached
+                self.num_cached, self._miss = num_cached, miss
             self.token_ids.append(token.token_id)
             self._texts.append(token.text)
             self._pending.append(token)

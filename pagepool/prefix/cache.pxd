@@ -1,6 +1,5 @@
 from libc.stdint cimport int32_t, int64_t
 
-from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.arrays cimport IdArray
 from pagepool.memory.block_refs cimport BlockRefs
@@ -45,8 +44,3 @@ cdef class PrefixCache:
     cdef int64_t keep(
         self, tuple named_key, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
     ) except -1
-    cdef int64_t publish(
-        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
-    ) except -1
-    cdef bint is_block(self, int32_t block) noexcept
-    cdef object refused(self, int64_t i, int32_t block, pp_status status)

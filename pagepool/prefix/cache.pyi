@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.block_refs import BlockRefs, PrefixMatch
 from pagepool.prefix.events import NameSnapshot, PrefixEvent, PrefixSnapshot
+from pagepool.prefix.explain import Explanation
 from pagepool.prefix.store import PrefixStore
 from pagepool.prefix.store_link import StoreLink
 
@@ -41,6 +42,17 @@ class PrefixCache:
         is_use: bool = True,
     ) -> NDArray[np.int32]: ...
     def cached_tokens(self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()) -> int: ...
+    def explain(self, tokens: _Ids, *, cache_salt: _Key = None, extra_keys: Iterable[_Key] = ()) -> Explanation: ...
+    def miss(
+        self,
+        row: NDArray[np.int32],
+        key: bytes,
+        length: SupportsIndex,
+        block: SupportsIndex,
+        start: SupportsIndex,
+        most_compared: SupportsIndex,
+        compares_keys: bool,
+    ) -> tuple[int, Sequence[tuple[str, int]], int, tuple[int, ...], int, int]: ...
     def cache_blocks(
         self,
         tokens: _Ids,

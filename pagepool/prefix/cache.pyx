@@ -6,13 +6,13 @@ from cpython.long cimport PyLong_CheckExact
 from cpython.mem cimport PyMem_Free, PyMem_Realloc
 from libc.stdint cimport INT32_MAX, int32_t, int64_t
 
-from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
+from pagepool.csrc cimport PP_OK
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport BlockRefs, PrefixMatch, new_match
 from pagepool.memory.arrays cimport IdArray, read_ids, release_ids
 from pagepool.prefix.events cimport EventLog
 from pagepool.prefix.eviction cimport CachedBlocks
-from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, resume_collector
+from pagepool.prefix.radix_tree cimport NodeTable, pause_collector, refuse_negative, resume_collector
 from pagepool.prefix.shared_index cimport SharedIndex
 from pagepool.prefix.stored_pages cimport PageQueue
 
@@ -22,7 +22,7 @@ from time import monotonic
 import numpy as np
 
 from pagepool._arguments import integer
-from pagepool.errors import InvalidBlock, PoolError, refuse_copy
+from pagepool.errors import PoolError, refuse_copy
 from pagepool.prefix.eviction import POLICIES
 from pagepool.prefix.keys import listed, root_key
 from pagepool.prefix.radix_tree import token_row
@@ -32,18 +32,8 @@ __all__ = ["PrefixCache"]
 cdef object empty = np.empty
 cdef object INT32 = np.dtype(np.int32)
 
-
-cdef int refuse_negative(const int32_t *tokens, int64_t begin, int64_t end) except -1:
-    """Raise ValueError for the first negative one of `tokens[begin:end]`. About 0.1 ns a token."""
-    cdef int32_t signs = 0
-    cdef int64_t i
-    for i in range(begin, end):
-        signs |= tokens[i]
-    if signs < 0:
-        for i in range(begin, end):
-            if tokens[i] < 0:
-                raise ValueError(f"tokens must be at least 0; tokens[{i}] is {tokens[i]}")
-    return 0
+cdef enum:
+    MOST_COMPARED = 1024  # prompts and keys that `explain` compares
 
 
 @cython.auto_pickle(False)
@@ -311,6 +301,56 @@ cdef class PrefixCache:
             self.refuse_next(row, found)
             return found * self.block_size
 
+    def explain(self, tokens, *, cache_salt=None, extra_keys=()):
+        """Say why `match_prefix` does not find all of `tokens`. Changes nothing.
+
+        Call it before the prompt is cached. Pages that are only in the store count as evicted. At most 1,024 prompts
+        that differ at one place and 1,024 other salts and keys are compared, the youngest first. Tokens of another salt
+        or other keys are never shown. In a shared pool the reason of all full blocks is "shared_pool", since other
+        processes evict too. Parameters and errors as in `match_prefix`. Returns an `Explanation`.
+
+        Examples
+        --------
+        >>> from pagepool import BlockAllocator
+        >>> cache = PrefixCache(BlockAllocator(4), block_size=2)
+        >>> cache.touch([1, 2, 3, 4])
+        0
+        >>> print(cache.explain([1, 2, 3, 5, 6]))
+        2 of 5 tokens found, 2 differ from token 3 on (5 here, 4 there), 1 is short of a block
+        """
+        from pagepool.prefix.explain import Explanation  # late: few callers ask
+        row, key = token_row(tokens), root_key(cache_salt, extra_keys)
+        return Explanation.of(row, self.miss(row, key, len(row), -1, 0, MOST_COMPARED, True))
+
+    def miss(
+        self, const int32_t[::1] row, bytes key not None, int64_t length, int32_t block, int64_t start,
+        int32_t most_compared, bint compares_keys,
+    ):
+        """Look up the first `length` tokens for `explain`; return the tuple that `Explanation.of` reads. Internal.
+
+        `block` is the last one of `start` blocks that a look-up of this prompt has just found: the walk begins there.
+        At most `most_compared` prompts are compared and, with `compares_keys`, as many other keys.
+        """
+        cdef CachedBlocks cached = self.cached
+        cdef int64_t size = self.block_size, n = length // size
+        cdef int32_t root, node
+        cdef const int32_t *tokens = &row[0] if row.shape[0] else NULL
+        if start * size > length:
+            start = 0
+        refuse_negative(tokens, start * size, length)
+        if self.shared is not None:
+            found = (<SharedIndex>self.shared).cached_tokens(row[:length], key)
+            return found, (("shared_pool", n * size),), -1, (), -1, -1
+        with cython.critical_section(self):
+            self.c_reserve_path(n + 1)
+            cached.c_read_clock()
+            known_root = cached.tree.roots.get(key)
+            root = -1 if known_root is None else known_root
+            node = -1 if root < 0 else cached.c_at(root, tokens, block, start)
+            if node < 0:
+                node, start = root, 0
+            return cached.tree.miss(root, node, start, tokens, n, most_compared, compares_keys, self.path)
+
     def cache_blocks(self, tokens, blocks, *, cache_salt=None, extra_keys=(), start=0, epoch=None):
         """Cache the full blocks of a sequence; return how many of them are new to the cache.
 
@@ -391,6 +431,7 @@ cdef class PrefixCache:
             try:
                 if n:
                     self.cached.tree.reserve(n + 1)
+                    self.cached.c_read_clock()
                     leading = self.cached.c_pass(self.cached.tree.root(key), &row[0], n)
                 self.looked_up += n
                 self.hits += leading
@@ -432,6 +473,7 @@ cdef class PrefixCache:
             evicted = (<SharedIndex>self.shared).evict(min(number, INT32_MAX))
         else:
             with cython.critical_section(self):
+                self.cached.c_read_clock()
                 evicted = self.cached.c_evict(min(number, INT32_MAX))
         if self.link is not None:
             self.link.wake()
@@ -466,8 +508,9 @@ cdef class PrefixCache:
                 self.followed += 2 * (ids.count > 0)
                 with cython.critical_section(self):
                     self.cached.epoch += 2 * (ids.count > 0)
+                    self.cached.c_read_clock()
                     for i in range(ids.count):
-                        if self.is_block(ids.ids[i]):
+                        if self.cached.is_block(ids.ids[i]):
                             count += self.cached.c_discard(ids.ids[i])
             return count
         finally:
@@ -679,61 +722,8 @@ cdef class PrefixCache:
             root = self.cached.tree.root(named_key)
             self.cached.tree.c_pin(root)
             try:
-                return self.publish(root, tokens, blocks, n, start)
+                return self.cached.publish(root, tokens, blocks, n, start, self.path)
             finally:
                 self.cached.tree.c_unpin(root)
         finally:
             resume_collector(paused)
-
-    cdef int64_t publish(
-        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start
-    ) except -1:
-        """Takes all references, or none, before it changes anything."""
-        cdef CachedBlocks cached = self.cached
-        cdef NodeTable tree = cached.tree
-        cdef int32_t *taken = self.path + n  # the ids that the cache takes from `blocks`, -1 for the rest
-        cdef int64_t known, i, failed = 0, fresh = 0
-        cdef int32_t node = cached.c_last_of(root, tokens, blocks, start), last
-        cdef pp_status status
-        if node < 0:
-            start = 0
-            node = root
-        known = tree.c_walk(node, tokens + start * self.block_size, n - start, False, self.path)
-        refuse_negative(tokens, (start + known) * self.block_size, n * self.block_size)
-        tokens += start * self.block_size
-        blocks += start
-        n -= start
-        for i in range(n):
-            taken[i] = blocks[i]
-            if i < known and tree.nodes[self.path[i]].block >= 0:
-                if not self.is_block(blocks[i]) or not cached.c_gives_way(self.path[i], blocks[i]):
-                    taken[i] = -1
-            elif not self.is_block(blocks[i]):
-                raise self.refused(start + i, blocks[i], PP_INVALID_BLOCK)
-        status = cached.refs.c_add_n(taken, n, &failed)
-        if status != PP_OK:
-            raise self.refused(start + failed, blocks[failed], status)
-        last = self.path[known - 1] if known else node
-        tree.c_pin(last)  # the policy may forget ghosts: keep every node on the path
-        for i in range(n):
-            node = self.path[i] if i < known else tree.c_add(node, tokens + i * self.block_size)
-            if taken[i] >= 0:
-                fresh += 1
-                if tree.nodes[node].block >= 0:
-                    cached.c_give_place(node, taken[i])
-                else:
-                    cached.c_put(node, taken[i])
-        tree.c_unpin(last)
-        return fresh
-
-    cdef bint is_block(self, int32_t block) noexcept:
-        return 0 <= block < self.allocator.max_capacity
-
-    cdef object refused(self, int64_t i, int32_t block, pp_status status):
-        if not self.is_block(block):
-            return InvalidBlock(f"block {block} is out of range: there are {self.allocator.max_capacity} blocks")
-        if status == PP_INVALID_BLOCK:
-            return InvalidBlock(f"block {block} cannot be cached: it is free")
-        if status == PP_INVALID_ARGUMENT:
-            return InvalidBlock(f"block {block}, given at {i}, is cached already, for other tokens")
-        return PoolError(f"block {block} has {INT32_MAX} references, all that a count can hold")

@@ -1,6 +1,7 @@
 cimport cython
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
+from pagepool.csrc cimport pp_status
 from pagepool.memory.allocator cimport BlockAllocator
 from pagepool.memory.block_refs cimport CachedRefs
 from pagepool.memory.page_buffer cimport PageBuffer
@@ -84,8 +85,10 @@ cdef class CachedBlocks(BlockOrder):
     cdef bint c_offer(self, int32_t node) noexcept
     # Offers the n blocks of a prefix that was found, and notes the use of the prefix.
     cdef void c_found(self, const int32_t *path, int64_t n) noexcept
-    # The node of the last one of n blocks of a sequence, if that block is cached below `root` for its tokens; else -1.
-    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept
+    # The node of `block`, the last one of n blocks of a sequence, if it is cached below `root` for its tokens; else -1.
+    cdef int32_t c_at(self, int32_t root, const int32_t *tokens, int32_t block, int64_t n) noexcept
+    # Sets and returns `tree.now`, in tenths of a second. Call it before blocks are removed or refused.
+    cdef int32_t c_read_clock(self) noexcept
     # Whether `block` replaces the block of the node: true if the new block is in use and not cached, and the old block
     # is idle. `block` may have any count: callers may have freed the first blocks of a sequence.
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept
@@ -100,6 +103,13 @@ cdef class CachedBlocks(BlockOrder):
     cdef int32_t c_drop(self, int32_t node) noexcept
     # Drops a block from any list. Returns false if it is not cached.
     cdef bint c_discard(self, int32_t block) noexcept
+    # Caches n blocks below `root`, of which the first `start` are cached already; returns how many are new. Takes all
+    # references, or none, before it changes anything. `path` has room for 2 * n nodes, the tree for n + 1 more.
+    cdef int64_t publish(
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int32_t *path
+    ) except -1
+    cdef bint is_block(self, int32_t block) noexcept
+    cdef object refused(self, int64_t i, int32_t block, pp_status status)
     # Evicts up to n blocks. Returns the number of evicted blocks.
     cdef int64_t c_evict(self, int64_t n) noexcept
     # `PrefixCache.touch`. The tree must have room for n + 1 nodes.

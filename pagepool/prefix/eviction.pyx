@@ -11,7 +11,7 @@ cimport cython
 from libc.stdint cimport INT32_MAX, int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcmp
 
-from pagepool.csrc cimport PP_OK
+from pagepool.csrc cimport PP_INVALID_ARGUMENT, PP_INVALID_BLOCK, PP_OK, pp_status
 from pagepool.memory.allocator cimport BlockAllocator, pp_get_count
 from pagepool.memory.block_refs cimport CachedRefs
 from pagepool.memory.page_buffer cimport PageBuffer
@@ -27,11 +27,12 @@ from pagepool.prefix.radix_tree cimport (
     list_push,
     list_remove,
     pause_collector,
+    refuse_negative,
     resume_collector,
 )
 
 from pagepool._arguments import integer
-from pagepool.errors import PoolError, PoolExhausted, refuse_copy
+from pagepool.errors import InvalidBlock, PoolError, PoolExhausted, refuse_copy
 from pagepool.prefix.gittins import GittinsPolicy
 from pagepool.prefix.policies import LruPolicy
 
@@ -41,6 +42,18 @@ POLICIES = {
     "lru": LruPolicy,
     "gittins": GittinsPolicy,
 }
+
+cdef extern from *:
+    """
+    #include <time.h>
+    /* Tenths of a second since the host has booted, at a resolution of some milliseconds: 5 ns. */
+    static inline int32_t pp_tenths(void) {
+        struct timespec time;
+        clock_gettime(CLOCK_MONOTONIC_COARSE, &time);
+        return (int32_t)(((uint64_t)time.tv_sec * 10 + (uint64_t)time.tv_nsec / 100000000) & 0x3fffffff);
+    }
+    """
+    int32_t tenths "pp_tenths"() noexcept nogil
 
 cdef enum:
     AT_ONCE = 64  # number of references to drop for each acquisition of the allocator's lock
@@ -75,7 +88,7 @@ cdef class BlockOrder:
         cdef int32_t block = self.tree.nodes[node].block
         if self.tree.nodes[node].place != LISTED:
             self.c_bring_back(node)
-        self.tree.nodes[node].block = -1
+        self.tree.nodes[node].block = -2 - self.tree.now if self.tree.now >= 0 else -1
         self.node_of[block] = 0
         self.num_cached -= 1
         self.tree.c_pin(node)
@@ -176,6 +189,7 @@ cdef class CachedBlocks(BlockOrder):
         """Drops every reference, highest id first, so that the lowest id is the next to be handed out."""
         cdef int32_t block
         blocks = self.list_blocks()
+        self.c_read_clock()
         blocks.sort(reverse=True)
         for block in blocks:
             self.node_of[block] = 0
@@ -222,17 +236,21 @@ cdef class CachedBlocks(BlockOrder):
         if n > 0:
             self.queue.c_note_found(self.tree.c_named(path[n - 1], self.number).name)
 
-    cdef int32_t c_last_of(self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n) noexcept:
+    cdef int32_t c_at(self, int32_t root, const int32_t *tokens, int32_t block, int64_t n) noexcept:
         cdef size_t row = self.tree.block_size
         cdef int32_t node
-        if n == 0 or <unsigned int>blocks[n - 1] >= <unsigned int>self.allocator.max_capacity:
+        if n == 0 or <unsigned int>block >= <unsigned int>self.allocator.max_capacity:
             return -1
-        node = self.node_of[blocks[n - 1]] - 1
+        node = self.node_of[block] - 1
         if node < 0 or self.tree.nodes[node].root != root:
             return -1
         if memcmp(self.tree.tokens + node * row, tokens + (n - 1) * row, row * sizeof(int32_t)) != 0:
             return -1
         return node
+
+    cdef int32_t c_read_clock(self) noexcept:
+        self.tree.now = tenths()
+        return self.tree.now
 
     cdef bint c_gives_way(self, int32_t node, int32_t block) noexcept:
         cdef int32_t cached = self.tree.nodes[node].block
@@ -297,6 +315,57 @@ cdef class CachedBlocks(BlockOrder):
         self.cleared += 1
         return True
 
+    cdef int64_t publish(
+        self, int32_t root, const int32_t *tokens, const int32_t *blocks, int64_t n, int64_t start, int32_t *path
+    ) except -1:
+        cdef NodeTable tree = self.tree
+        cdef int32_t *taken = path + n  # the ids that the cache takes from `blocks`, -1 for the rest
+        cdef int64_t known, i, failed = 0, fresh = 0
+        cdef int32_t node = self.c_at(root, tokens, blocks[start - 1] if start else -1, start), last
+        cdef pp_status status
+        if node < 0:
+            start = 0
+            node = root
+        known = tree.c_walk(node, tokens + start * tree.block_size, n - start, False, path)
+        refuse_negative(tokens, (start + known) * tree.block_size, n * tree.block_size)
+        tokens += start * tree.block_size
+        blocks += start
+        n -= start
+        for i in range(n):
+            taken[i] = blocks[i]
+            if i < known and tree.nodes[path[i]].block >= 0:
+                if not self.is_block(blocks[i]) or not self.c_gives_way(path[i], blocks[i]):
+                    taken[i] = -1
+            elif not self.is_block(blocks[i]):
+                raise self.refused(start + i, blocks[i], PP_INVALID_BLOCK)
+        status = self.refs.c_add_n(taken, n, &failed)
+        if status != PP_OK:
+            raise self.refused(start + failed, blocks[failed], status)
+        last = path[known - 1] if known else node
+        tree.c_pin(last)  # the policy may forget ghosts: keep every node on the path
+        for i in range(n):
+            node = path[i] if i < known else tree.c_add(node, tokens + i * tree.block_size)
+            if taken[i] >= 0:
+                fresh += 1
+                if tree.nodes[node].block >= 0:
+                    self.c_give_place(node, taken[i])
+                else:
+                    self.c_put(node, taken[i])
+        tree.c_unpin(last)
+        return fresh
+
+    cdef bint is_block(self, int32_t block) noexcept:
+        return 0 <= block < self.allocator.max_capacity
+
+    cdef object refused(self, int64_t i, int32_t block, pp_status status):
+        if not self.is_block(block):
+            return InvalidBlock(f"block {block} is out of range: there are {self.allocator.max_capacity} blocks")
+        if status == PP_INVALID_BLOCK:
+            return InvalidBlock(f"block {block} cannot be cached: it is free")
+        if status == PP_INVALID_ARGUMENT:
+            return InvalidBlock(f"block {block}, given at {i}, is cached already, for other tokens")
+        return PoolError(f"block {block} has {INT32_MAX} references, all that a count can hold")
+
     cdef int64_t c_evict(self, int64_t n) noexcept:
         cdef bint all_seen = False
         cdef int32_t dropped[AT_ONCE]
@@ -337,6 +406,7 @@ cdef class CachedBlocks(BlockOrder):
             elif self.refs.c_allocate(&block) == PP_OK:
                 self.c_put(node, block)
             elif self.policy.c_refuses(node):
+                tree.nodes[node].block = -2 - tree.now
                 self.inserted += 1
                 self.evicted += 1
             elif self.c_evict(1) == 1 and self.refs.c_allocate(&block) == PP_OK:

@@ -56,7 +56,7 @@ cdef struct Node:
     int32_t parent  # -1 for a root
     int32_t root  # of its tree; its own for a root
     int32_t next_in_bucket
-    int32_t block  # -1 when it has none, or is not alive
+    int32_t block  # below 0 when it has none: see `evicted_at`; -1 when it is not alive
     int32_t num_children
     int32_t last_child  # the child found or added last, or -1; the next walk compares it first
     int32_t first_child
@@ -70,6 +70,11 @@ cdef struct Node:
     uint8_t ghost  # without a block, yet remembered by the policy, or held by a PrefixTree
     uint8_t place  # of a node with a block
     uint8_t alive
+
+
+# When the block of a node was evicted, in the unit of `NodeTable.now`; -1 if it has a block, or never had one.
+cdef inline int32_t evicted_at(const Node *node) noexcept nogil:
+    return -2 - node.block if node.block < -1 else -1
 
 
 # Oldest first. size nodes are linked from head to tail by next, and back by previous; -1 ends both ways.
@@ -122,6 +127,10 @@ cdef inline bint list_is_sound(const NodeList *self, const Node *nodes) noexcept
     return node < 0 and before == self.tail and size == self.size
 
 
+# Raises ValueError for the first negative one of `tokens[begin:end]`.
+cdef int refuse_negative(const int32_t *tokens, int64_t begin, int64_t end) except -1
+
+
 cdef class NodeTable(NameSource):
     # A node is a prefix: its parent and block_size tokens more. Nodes 0 to num_made - 1 were made at least once:
     #   num_alive + those in spans of unused ones = num_made <= room        num_buckets >= num_hashed, a power of two
@@ -147,6 +156,9 @@ cdef class NodeTable(NameSource):
     cdef uint64_t seed  # of hashes
     cdef long long collisions
     cdef dict roots
+    # The owner of the table sets `now` before it removes blocks. -1: times are not noted.
+    cdef int32_t now
+    cdef int32_t forgotten_at  # the latest `evicted_at` of the nodes that are no longer alive, or -1
 
     # Adds a secret and returns its number. Call it before the first node is made.
     cdef int give_names(self, bytes secret) except -1
@@ -174,6 +186,17 @@ cdef class NodeTable(NameSource):
     # Returns the cached child that shares the most leading tokens with `tokens` (n of them), or -1, and writes their
     # number to `common`. The lowest block wins a tie. Only the 1,024 youngest children are compared.
     cdef int32_t c_find_part(self, int32_t parent, const int32_t *tokens, int64_t n, int32_t *common) noexcept
+    # Returns the child that shares the most leading tokens with a block of `tokens`, cached or not, or -1 without
+    # children, and writes their number to `common`. The youngest child wins a tie. Only the `most` youngest children
+    # are compared.
+    cdef int32_t c_nearest(self, int32_t parent, const int32_t *tokens, int32_t most, int32_t *common) noexcept nogil
+    # Explains why the first n blocks of `tokens` are not all cached; `Explanation.of` reads the result. `root` is the
+    # root of their key, or -1. `node` is the node of the first `start` blocks, which are cached, or the root. `path`
+    # has room for n nodes. At most `most_compared` children and, with `compares_keys`, other roots are compared.
+    cdef tuple miss(
+        self, int32_t root, int32_t node, int64_t start, const int32_t *tokens, int64_t n, int32_t most_compared,
+        bint compares_keys, int32_t *path
+    )
     # Adds a child. `parent` must not have a child with these tokens.
     cdef int32_t c_add(self, int32_t parent, const int32_t *tokens) noexcept
     # Pin and unpin. A pinned node and its ancestors stay alive. Unpinning removes the node if nothing else keeps it

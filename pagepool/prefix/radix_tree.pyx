@@ -22,6 +22,7 @@ __all__ = ["NodeTable", "PrefixTree", "token_row"]
 
 cdef object INT32 = np.dtype(np.int32)
 cdef int32_t MOST_CHILDREN = 1024  # number of children that are compared for a partly equal block
+cdef int32_t SIDE = 6  # tokens of another prompt that an explanation shows
 cdef uint64_t ODD = 0x9e3779b97f4a7c15
 
 
@@ -53,7 +54,7 @@ cdef class NodeTable(NameSource):
         self.seed = int.from_bytes(os.urandom(8), "little")
         self.roots = {}
         self.secrets = []
-        self.unused = -1
+        self.unused = self.now = self.forgotten_at = -1
 
     def __dealloc__(self):
         PyMem_Free(self.nodes)
@@ -250,6 +251,66 @@ cdef class NodeTable(NameSource):
             seen += 1
         return best
 
+    cdef int32_t c_nearest(self, int32_t parent, const int32_t *tokens, int32_t most, int32_t *common) noexcept nogil:
+        cdef const int32_t *row
+        cdef int32_t node = self.nodes[parent].first_child, best = -1, seen = 0, same
+        common[0] = -1
+        while node >= 0 and seen < most:
+            row = self.tokens + <size_t>node * <size_t>self.block_size
+            same = 0
+            while same < self.block_size and row[same] == tokens[same]:
+                same += 1
+            if same > common[0]:
+                best = node
+                common[0] = same
+            node = self.nodes[node].next_sibling
+            seen += 1
+        return best
+
+    cdef tuple miss(
+        self, int32_t root, int32_t node, int64_t start, const int32_t *tokens, int64_t n, int32_t most_compared,
+        bint compares_keys, int32_t *path
+    ):
+        cdef int64_t size = self.block_size, known = 0, found = 0, elsewhere = 0, position
+        cdef int32_t child = -1, common = 0, evicted = -1, compared = 0
+        if root >= 0:
+            known = start + self.c_walk(node, tokens + start * size, n - start, False, path)
+            found = start
+            while found < known and self.nodes[path[found - start]].block >= 0:
+                found += 1
+            if found < known:
+                evicted = evicted_at(&self.nodes[path[found - start]])
+            if known > start:
+                node = path[known - start - 1]
+            if known < n:
+                child = self.c_nearest(node, tokens + known * size, most_compared, &common)
+                if node == root and common == 0:
+                    child = -1
+        if known < n and compares_keys and <Py_ssize_t>len(self.roots) > (root >= 0):
+            for other in reversed(self.roots.values()):
+                if compared == most_compared:
+                    break
+                if other != root:
+                    elsewhere = max(elsewhere, self.c_walk(other, tokens, n, False, path))
+                    compared += 1
+        evicted = max(0, self.now - evicted) if evicted >= 0 else -1
+        remembers = max(0, self.now - self.forgotten_at) if self.forgotten_at >= 0 else -1
+        if child < 0 or elsewhere > known:
+            parts = ("evicted", known * size), ("other_key", elsewhere * size), ("never_seen", n * size)
+            return found * size, parts, -1, (), evicted, remembers
+        position = known * size + common
+        there = []
+        for _ in range(SIDE):
+            if common == size:
+                child = self.nodes[child].first_child
+                common = 0
+            if child < 0:
+                break
+            there.append(self.tokens[child * size + common])
+            common += 1
+        parts = ("evicted", known * size), ("diverges", n * size)
+        return found * size, parts, position, tuple(there), evicted, remembers
+
     cdef void c_out_of_siblings(self, int32_t node) noexcept:
         cdef Node *nodes = self.nodes
         cdef int32_t parent = nodes[node].parent
@@ -281,6 +342,8 @@ cdef class NodeTable(NameSource):
             low = node
             n += 1
             nodes[node].alive = 0
+            self.forgotten_at = max(self.forgotten_at, evicted_at(&nodes[node]))
+            nodes[node].block = -1
             self.num_alive -= 1
             node = parent
         if n:
@@ -343,6 +406,8 @@ cdef class NodeTable(NameSource):
         PyMem_Free(self.names)
         self.names = NULL
         self.num_buckets = self.room = 0
+        if self.num_alive:
+            self.forgotten_at = max(self.forgotten_at, self.now)
         self.num_made = self.num_alive = self.num_hashed = 0
         self.unused = -1
         self.roots.clear()
@@ -511,6 +576,19 @@ cdef class PrefixTree:
         broken = self.table.audit()
         if broken is not None:
             raise PoolError(f"broken invariant: {broken}")
+
+
+cdef int refuse_negative(const int32_t *tokens, int64_t begin, int64_t end) except -1:
+    """Raise ValueError for the first negative one of `tokens[begin:end]`. About 0.1 ns a token."""
+    cdef int32_t signs = 0
+    cdef int64_t i
+    for i in range(begin, end):
+        signs |= tokens[i]
+    if signs < 0:
+        for i in range(begin, end):
+            if tokens[i] < 0:
+                raise ValueError(f"tokens must be at least 0; tokens[{i}] is {tokens[i]}")
+    return 0
 
 
 def token_row(tokens):

@@ -29,6 +29,7 @@ class Node:
         self.parent = parent
         self.key = key  # the tokens of this block
         self.block: int | None = None
+        self.is_known = False  # it had a block, or the policy has refused one
         self.children: dict[tuple[int, ...], Node] = {}
 
 
@@ -100,6 +101,34 @@ class PrefixCache:
         refuse_negative(tokens, (len(path) + 1) * self.block_size)
         return len(path) * self.block_size
 
+    def explain(
+        self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()
+    ) -> tuple[int, dict[str, int], int | None]:
+        """Return the tokens found, the number of other tokens by reason, and the position of a divergence or None.
+
+        It remembers everything since the last reset.
+        """
+        refuse_negative(tokens)
+        keys, row, size = keys_of(tokens, self.block_size), np.asarray(tokens).tolist(), self.block_size
+        root = self._root(cache_salt, extra_keys)
+        found, known = len(cached_path(root, keys)), known_path(root, keys)
+        others = [len(known_path(other, keys)) for other in self._roots.values() if other is not root]
+        elsewhere = max([len(known), *others])
+        node = known[-1] if known else root
+        children = [child.key for child in node.children.values() if child.is_known]
+        same = max((common(key, row[len(known) * size :]) for key in children), default=0)
+        differs = len(known) < len(keys) and elsewhere == len(known) and bool((known and children) or same)
+        counts = {
+            "evicted": len(known) - found,
+            "other_key": elsewhere - len(known),
+            "diverges": differs * (len(keys) - len(known)),
+            "never_seen": (not differs) * (len(keys) - elsewhere),
+        }
+        missed = {reason: count * size for reason, count in counts.items() if count}
+        if len(row) % size:
+            missed["short"] = len(row) % size
+        return found * size, missed, len(known) * size + same if differs else None
+
     def cache_blocks(
         self,
         tokens: Any,
@@ -147,6 +176,7 @@ class PrefixCache:
             elif self.allocator.free_count:
                 self._put(node, self.allocator.allocate())
             elif self._order.refuses(node):
+                node.is_known = True
                 self.evicted += 1
             elif self.evict(1):
                 self._put(node, self.allocator.allocate())
@@ -259,7 +289,7 @@ class PrefixCache:
             self._order.link(node)
 
     def _put(self, node: Node, block: int) -> None:
-        node.block = block
+        node.block, node.is_known = block, True
         self._cached[block] = node
         self._order.insert(node)
 
@@ -344,6 +374,24 @@ def cached_path(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
     return path
 
 
+def known_path(node: Node, keys: list[tuple[int, ...]]) -> list[Node]:
+    """Return the nodes of these blocks below `node`, up to the first block that was never cached."""
+    path: list[Node] = []
+    for key in keys:
+        child = node.children.get(key)
+        if child is None or not child.is_known:
+            break
+        path.append(child)
+        node = child
+    return path
+
+
+def common(key: tuple[int, ...], tokens: list[int]) -> int:
+    """Return the number of leading tokens that are equal."""
+    pairs = zip(key, tokens, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(key), len(tokens)))
+
+
 def part_of(node: Node, tokens: list[int]) -> tuple[Node | None, int]:
     """Return the cached child that shares the most leading tokens, and their number; None and 0 without one.
 
@@ -351,8 +399,7 @@ def part_of(node: Node, tokens: list[int]) -> tuple[Node | None, int]:
     """
     best, longest, lowest = None, 0, 0
     for key, child in node.children.items():
-        pairs = zip(key, tokens, strict=False)
-        same = next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(key), len(tokens)))
+        same = common(key, tokens)
         if child.block is not None and same and (same > longest or (same == longest and child.block < lowest)):
             best, longest, lowest = child, same, child.block
     return best, longest

@@ -95,6 +95,8 @@ class Admission:
             self.refusal = None
             waiting.remove(seq)
             seq.num_cached = seq.fed
+            if config.explain_misses and not seq.output_tokens:
+                self.prefix.note_miss(seq)
             seq._prefill_end = seq.total_tokens
             seq.state = SeqState.PREFILLING
             self.enter(seq)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ NEEDED = (
     "match_held",
 )
 
+MOST_COMPARED = 16  # other prompts and other salts that are compared to explain a miss: 1 us for each request
 DISCARD = 2  # by how much a `discard` raises `PrefixCache.epoch`
 
 
@@ -79,13 +81,13 @@ class PrefixAdapter:
     needed.
     """
 
-    def __init__(self, cache: Any, blocks: BlockManager, checkpoints: Any = None) -> None:
+    def __init__(self, cache: Any, blocks: BlockManager, checkpoints: Any = None, explains: bool = False) -> None:
         self.cache = cache
         self.checkpoints = checkpoints
         self._blocks: Any = blocks
         if cache is None:
             return
-        check_has(cache, NEEDED)
+        check_has(cache, (*NEEDED, "miss") if explains else NEEDED)
         if blocks.allocator is None:
             raise ValueError("a prefix cache needs a pool with blocks")
         if cache.allocator is not blocks.allocator:
@@ -214,6 +216,24 @@ class PrefixAdapter:
         finally:
             blocks.give_back()
         return bool(begin)
+
+    def note_miss(self, seq: Sequence) -> None:
+        """Note why the cache had only some of the prompt of `seq`, which was just admitted. O(1) for found blocks.
+
+        With several groups, the group that has the fewest tokens decides.
+        """
+        if self.cache is None or not seq.reads_cache:
+            return
+        size, length = self._blocks.block_size, len(seq.prompt_tokens) - 1  # one token is computed again
+        start, alone = min(seq._prefix.published, length // size), self._num_groups == 1
+        misses = []
+        for group in range(self._num_groups):
+            keys = self._keys(seq, group)
+            key = seq._prefix.key if alone else root_key(keys["cache_salt"], keys["extra_keys"])
+            block = self._blocks.table(seq, group)[0][start - 1] if start else -1
+            # The other groups have the same tokens under other keys, so keys are compared only if there is one group.
+            misses.append(self.cache.miss(seq._prefix.row, key, length, block, start, MOST_COMPARED, alone))
+        seq._miss = seq._prefix.row, min(misses, key=itemgetter(0)), seq.fed, length + 1
 
     def keep_states(self, batch: ScheduledBatch) -> None:
         """Save the recurrent states of prompts that have reached one of their stops in `batch`, which was run."""

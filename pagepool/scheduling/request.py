@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from pagepool.prefix.explain import Explanation
+
 __all__ = ["Rank", "SeqState", "Sequence", "by_id", "by_rank"]
 
 Rank = tuple[int, int]  # the last number is the id: no two are equal
@@ -89,6 +91,8 @@ class Sequence:
     fed: int = field(default=0, init=False)
     num_cached: int = field(default=0, init=False)
     num_preemptions: int = field(default=0, init=False)
+    # The arguments of `Explanation.of`, from `PrefixAdapter.note_miss`.
+    _miss: Any = field(default=None, init=False)
     # Rising positions in its prompt at which its recurrent state is saved, with the reason.
     _stops: list[tuple[int, str]] = field(default_factory=list, init=False)
     # "stop" or "abort" after a call has stopped it.
@@ -147,6 +151,14 @@ class Sequence:
     def all_tokens(self) -> list[int]:
         """Prompt and output tokens, as a new list."""
         return self.prompt_tokens + self.output_tokens
+
+    @property
+    def miss(self) -> Explanation | None:
+        """Why the rest of its prompt was not cached when it was admitted, for `SchedulerConfig.explain_misses`.
+
+        None without it, without a prefix cache, and before it is admitted. The tokens found are `num_cached`.
+        """
+        return None if self._miss is None else Explanation.of(*self._miss)
 
     @property
     def _label(self) -> int | str:

@@ -117,7 +117,7 @@ class Scheduler:
         step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
         self._blocks = open_blocks(pool, config.block_size, groups, states, step)
         check_hybrid(self._blocks, config, prefix_cache, checkpoints)
-        self._prefix = PrefixAdapter(prefix_cache, self._blocks, checkpoints)
+        self._prefix = PrefixAdapter(prefix_cache, self._blocks, checkpoints, config.explain_misses)
         self._guard = Guard()
         self._inbox = Inbox()
         self._sequences: dict[int, Sequence] = {}

@@ -67,6 +67,7 @@ def create_app(
     allowed_origins: Iterable[str] | None = None,
     priorities: tuple[int, int] = (0, 0),
     shows_cached_tokens: bool = False,
+    shows_misses: bool = False,
     special_tokens_in_texts: bool = False,
 ) -> Starlette:
     """Return an ASGI app that serves an engine. The caller closes the engine.
@@ -97,6 +98,9 @@ def create_app(
     shows_cached_tokens : bool
         Report in the usage how many tokens of the prompt were in the prefix cache. This tells a client something about
         the prompts of other clients.
+    shows_misses : bool
+        Report also why the other tokens of the prompt were not cached, if the engine has
+        `SchedulerConfig.explain_misses`. A client then sees up to 6 tokens of another prompt with the same salt.
     special_tokens_in_texts : bool
         As in `Encoder.encode_chat`.
 
@@ -123,7 +127,8 @@ def create_app(
     Errors are JSON objects in OpenAI's format. Clients never see the text of an unexpected exception. It is logged with
     the request id (from the header, or a new one), and the error names this id.
     """
-    server = Server(engine, model, max_prompt_tokens, max_requests, timeout, priorities, shows_cached_tokens)
+    shown = {"shows_cached_tokens": shows_cached_tokens, "shows_misses": shows_misses}
+    server = Server(engine, model, max_prompt_tokens, max_requests, timeout, priorities, shown)
     if special_tokens_in_texts:
         server.encode_chat = partial(engine.encoder.encode_chat, special_tokens_in_texts=True)
     routes = [Route(path, getattr(server, one.handler), methods=[one.method]) for path, one in PATHS.items()]
@@ -170,7 +175,7 @@ class Server:
         max_requests: int,
         timeout: float,
         priorities: tuple[int, int],
-        shows_cached_tokens: bool,
+        shown: dict[str, bool],
     ) -> None:
         self._engine, self._model = engine, model
         try:
@@ -178,7 +183,7 @@ class Server:
         except (TypeError, ValueError) as error:
             raise ValueError(f"the model's generation_config: {error}") from error
         self._max_prompt_tokens, self._timeout = max_prompt_tokens, timeout
-        self._priorities, self._shows_cached_tokens = priorities, shows_cached_tokens
+        self._priorities, self._shown = priorities, shown
         self.metrics = Metrics(engine)
         self._texts = TokenTexts(engine.tokenizer)
         with suppress(RequestRejected):  # later it would hold up the steps of all requests
@@ -345,7 +350,7 @@ class Server:
         generations = await self._finish(http, self._start(request, request_id))
         kind = ChatAnswer if is_chat else Answer
         texts = await self._prompt_texts(request) if request.echo else ()
-        answer = kind(self._model, self._texts, request, texts, self._shows_cached_tokens)
+        answer = kind(self._model, self._texts, request, texts, **self._shown)
         run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs, request.structured_field)
         if self._stopping.is_set():
             run.cancel()

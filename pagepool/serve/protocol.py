@@ -260,6 +260,8 @@ class Answer:
         The texts of its prompts, if the request has `echo`.
     shows_cached_tokens : bool
         Report cached prompt tokens in the usage.
+    shows_misses : bool
+        Report them, and why the other prompt tokens were not cached.
     """
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
@@ -271,8 +273,10 @@ class Answer:
         request: Request,
         prompts: Sequence[str] = (),
         shows_cached_tokens: bool = False,
+        shows_misses: bool = False,
     ) -> None:
-        self._texts, self._prompts, self._shows_cached_tokens = texts, prompts, shows_cached_tokens
+        self._texts, self._prompts = texts, prompts
+        self._shows_cached_tokens, self._shows_misses = shows_cached_tokens, shows_misses
         self._request, self._n = request, request.n
         self.has_logprobs, self.begins_with_prompt = request.params.logprobs is not None, request.echo
         self._common = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -328,8 +332,12 @@ class Answer:
         completion = sum(len(generation.token_ids) for generation in generations)
         found: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
         found["total_tokens"] = prompt + completion
-        if self._shows_cached_tokens:
+        if self._shows_cached_tokens or self._shows_misses:
             found["prompt_tokens_details"] = {"cached_tokens": sum(generation.num_cached for generation in prompts)}
+        misses = [miss for generation in prompts if (miss := generation.miss) is not None]
+        if self._shows_misses and len(misses) == len(prompts):
+            parts = [part for miss in misses for part in miss.without_other_keys().as_dicts()]
+            found["prompt_tokens_details"]["miss"] = parts
         accepted = sum(generation.num_accepted for generation in generations)
         rejected = sum(generation.num_rejected for generation in generations)
         if accepted or rejected:

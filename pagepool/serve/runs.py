@@ -91,6 +91,8 @@ class Run:
             sentence = f"the generation failed: see request {self.name} in the server's log"
             raise RequestError(500, sentence) from error
         self._metrics.ended(generation, self._began)
+        if generation.miss is not None:
+            logger.info("the request %s: %s", self.name, generation.miss)
         if generation.finish_reason == "abort":
             late = f"the request took more than {self._timeout:g} s"
             raise RequestError(503, late if self._is_late else STOPPED, may_retry=not self._is_late)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import re
 import socket
 import threading
@@ -23,6 +24,7 @@ import openai  # noqa: E402
 import uvicorn  # noqa: E402
 from fake_runner import Bytes, FakeRunner, says  # noqa: E402
 
+from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.cluster.front_end import FrontEnd  # noqa: E402
 from pagepool.cluster.messages import Limits  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
@@ -122,6 +124,34 @@ def test_a_completion_is_the_output_of_the_engine(served):
     assert (answer.object, answer.model, answer.id[:5]) == ("text_completion", "fake", "cmpl-")
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 12, 17)
     assert served.complete("hello", temperature=0.0).usage.completion_tokens == 16  # OpenAI's default
+
+
+def test_the_usage_says_why_tokens_were_not_cached(caplog):
+    caplog.set_level(logging.INFO, "pagepool")
+    config = SchedulerConfig(explain_misses=True)
+    runner = FakeRunner(num_blocks=256)
+    with Engine(runner, Bytes(), config=config) as engine, listening(engine, shows_misses=True) as served:
+        prompt = "a" * 30
+        asked = [
+            (prompt, {}, {"never_seen": 28, "short": 2}),
+            (prompt + "b", {}, {"short": 3}),
+            ("a" * 21 + "c" * 9, {}, {"diverges": 8, "short": 2}),
+            (prompt, {"cache_salt": "other"}, {"never_seen": 28, "short": 2}),
+        ]
+        for number, (text, options, wanted) in enumerate(asked):
+            body = {"model": "fake", "prompt": text, "max_tokens": 1, **options}
+            answer = served.http.post("/v1/completions", json=body, headers={"x-request-id": f"r{number}"})
+            usage = answer.json()["usage"]
+            details = usage["prompt_tokens_details"]
+            assert {part["reason"]: part["tokens"] for part in details["miss"]} == wanted
+            assert details["cached_tokens"] + sum(wanted.values()) == usage["prompt_tokens"]
+        streamed = list(served.complete(prompt, max_tokens=1, stream=True, stream_options={"include_usage": True}))
+        assert streamed[-1].usage.prompt_tokens_details.cached_tokens == 28
+    lines = [record.getMessage() for record in caplog.records if " tokens found" in record.getMessage()]
+    assert lines[2].startswith(
+        "the request r2: 20 of 30 tokens found, 8 differ from token 21 on (99 here, 97 there), 2"
+    )
+    assert "28 are cached for another salt or other keys" in lines[3]
 
 
 def test_a_stream_is_the_same_text_in_pieces(served):

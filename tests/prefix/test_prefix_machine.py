@@ -84,6 +84,34 @@ class PrefixMachine(RuleBasedStateMachine):
         assert np.array_equal(blocks, expected) and num_tokens == expected_tokens
         self.running.append(blocks.tolist())
 
+    @rule(tokens=TOKENS, salt=SALTS, keys=KEYS)
+    def explain(self, tokens, salt, keys):
+        """The parts cover the prompt. While nothing was forgotten, they are those of the reference, which forgets
+        nothing; later the reference has at least as many evicted tokens."""
+        names = {"cache_salt": salt, "extra_keys": keys}
+        ours, (found, missed, position) = self.ours.explain(tokens, **names), self.plain.explain(tokens, **names)
+        assert ours.found == found == self.ours.cached_tokens(tokens, **names)
+        assert ours.found + sum(ours.counts().values()) == ours.num_tokens == len(tokens)
+        ends = [ours.found, *(part.end for part in ours.parts)]
+        assert [part.begin for part in ours.parts] == ends[:-1] and ends[-1] == len(tokens)
+        assert (ours.evicted_ago is None) == ("evicted" not in ours.counts())
+        assert ours.counts().get("short", 0) == missed.get("short", 0)
+        there = ours.divergence
+        if ours.remembers is None:
+            assert ours.counts() == missed and (None if there is None else there.position) == position
+        else:
+            assert ours.counts().get("evicted", 0) <= missed.get("evicted", 0)
+        if there is not None:
+            assert there.token == tokens[there.position] != there.cached_token
+            self.was_cached(tokens, there, names)
+
+    def was_cached(self, tokens, there, names):
+        """The shown tokens of the other prompt were cached under this salt and these keys."""
+        other = [*tokens[: there.position], *there.cached_around[min(6, there.position) :]]
+        other = other[: len(other) // self.block_size * self.block_size]
+        found, missed, _ = self.plain.explain(other, **names)
+        assert found + missed.get("evicted", 0) == len(other) > there.position
+
     @rule(blocks=st.lists(st.integers(-1, 13), max_size=3))
     def discard(self, blocks):
         self.both("discard", blocks)

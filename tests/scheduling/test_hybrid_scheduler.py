@@ -308,6 +308,32 @@ def test_a_repeated_prompt_resumes_in_every_group(windows):
     cache.check()
 
 
+def test_tokens_without_a_recurrent_state_have_a_reason_of_their_own():
+    scheduler, _, _ = make_cached(explain_misses=True, grid=0)
+    for prompt in (range(40), [*range(30), *[99] * 10]):
+        scheduler.add_request(prompt, max_new_tokens=1)
+        run(scheduler)
+    first, second = scheduler.drain_finished()
+    assert first.miss.counts() == {"never_seen": 36, "short": 4}
+    assert (second.num_cached, second.miss.found) == (0, 0)
+    assert second.miss.counts() == {"no_state": 28, "diverges": 8, "short": 4}
+    assert (second.miss.divergence.position, second.miss.divergence.cached_token) == (30, 30)
+
+
+@pytest.mark.parametrize("windows", [[8], [None, 8]])
+def test_of_several_groups_the_one_that_found_least_says_why(windows):
+    allocator = BlockAllocator(400)
+    cache = PrefixCache(allocator, BLOCK)
+    groups = [KvGroup(allocator, BLOCK, window) for window in windows]
+    config = SchedulerConfig(max_prefill_tokens=8, explain_misses=True)
+    scheduler = Scheduler(config, allocator, cache, groups=groups)
+    for prompt in (range(40), range(60)):
+        scheduler.add_request(prompt, max_new_tokens=2)
+        run(scheduler)
+    _, second = scheduler.drain_finished()
+    assert (second.miss.found, second.miss.counts()) == (40, {"never_seen": 16, "short": 4})
+
+
 def test_blocks_before_a_window_stay_cached_until_other_requests_need_blocks():
     """Later requests find fewer cached tokens, but never wrong ones."""
     allocator = BlockAllocator(24)
@@ -344,6 +370,7 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
         policy=rng.choice(sorted(POLICIES)),
         lookahead=rng.choice([0, 2]) if slots is None else 0,
         tenants=rng.choice([{}, {1: Tenant(max_blocks=16)}]),
+        explain_misses=rng.choice([True, False]),
     )
     scheduler = Scheduler(config, engine.pool, **memory)
     for number in range(3000):
@@ -354,6 +381,9 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
             except ValueError as error:
                 assert "blocks" in str(error)
         batch = scheduler.schedule()
+        for seq in map(scheduler.get_sequence, batch.seq_ids):
+            if seq.miss is not None:
+                assert seq.miss.found + sum(seq.miss.counts().values()) == len(seq.prompt_tokens)
         engine.run(scheduler, batch)
         decoding = [seq_id for seq_id in batch.seq_ids if scheduler.get_sequence(seq_id).state is SeqState.DECODING]
         forks = []

@@ -46,6 +46,32 @@ def test_a_second_request_reads_only_what_is_new():
     assert cache.stats()["hits"] == 2
 
 
+def test_a_request_knows_why_its_prompt_was_not_cached():
+    scheduler, cache = make(explain_misses=True)
+    scheduler.add_request(range(12), 14)
+    run_to_end(scheduler)
+    for prompt in (range(12), [*range(9), 5, 6, 7, 8, 9, 10]):
+        scheduler.add_request(prompt, len(prompt) + 1)
+        run_to_end(scheduler)
+    cache.evict(100)
+    scheduler.add_request([*range(8), 1], 10)
+    run_to_end(scheduler)
+    cold, same, other, evicted = scheduler.drain_finished()
+    assert (cold.miss.found, cold.miss.counts()) == (0, {"never_seen": 8, "short": 4})
+    assert (same.miss.found, same.miss.counts()) == (8, {"short": 4})  # one token is always computed
+    assert (other.miss.found, other.miss.counts()) == (8, {"diverges": 4, "short": 3})
+    assert (other.miss.divergence.position, other.miss.divergence.token) == (9, 5)
+    assert evicted.miss.counts() == {"evicted": 8, "short": 1}
+
+
+def test_nothing_is_explained_unless_it_is_asked_for():
+    scheduler, _ = make()
+    for reads_cache in (True, False):
+        scheduler.add_request(range(12), 14, reads_cache=reads_cache)
+    run_to_end(scheduler)
+    assert [seq.miss for seq in scheduler.drain_finished()] == [None, None]
+
+
 def test_at_least_one_token_is_always_computed():
     scheduler, _ = make()
     scheduler.add_request(range(8), 12)
