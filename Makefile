@@ -93,7 +93,7 @@ $(VENV)/.venv:
 
 # Packages are installed a group at a time, when a target first needs the group; one after another, whatever -j says.
 GROUP_build := build run
-GROUP_test := test test-structured
+GROUP_test := test test-optional
 GROUP_nox := sessions
 GROUP_tools := lint package plot docs
 $(VENV)/.build: $(VENV)/.venv

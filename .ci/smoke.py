@@ -12,6 +12,7 @@ import pagepool
 # Modules that are imported by those alone who have what they need.
 NEEDS = {
     "pagepool.integrations.transformers": "transformers",
+    "pagepool.integrations.kv_events": "zmq",
     "pagepool.integrations.vllm": "vllm",
     "pagepool.cluster.ray.deployments": "ray",
     "pagepool.cluster.ray.routing": "ray",

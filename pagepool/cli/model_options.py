@@ -32,6 +32,7 @@ __all__ = [
 
 MAX_SEQUENCES = 4096
 MAX_BATCH_TOKENS = 1 << 20
+KV_EVENTS = 1 << 16  # events that wait until they are published
 MAX_THREADS = 256  # limit of `decode`
 # Part of a checkout and of an unpacked sdist, but not of the wheel.
 TINY_LLAMA = Path(__file__).parents[2] / "bench" / "tiny_llama"
@@ -179,6 +180,7 @@ def open_engine(options: argparse.Namespace, command: str) -> Engine:
             dtype=options.kv_dtype,
             config=scheduler_config(options),
             prefix_cache=not options.no_prefix_cache,
+            prefix_events=KV_EVENTS if getattr(options, "kv_events_config", None) else 0,
             openmp=options.openmp,
             store=options.store,
             store_bytes=options.store_bytes,

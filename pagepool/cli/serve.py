@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from threading import Event, Thread
 from typing import Any
@@ -151,6 +152,13 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
         help="which request is next: priority (lower number first, then first come), fcfs (first come) or fair (the "
         "tenant that was served the fewest tokens); default: %(default)s",
     )
+    add(
+        "--kv-events-config",
+        type=_kv_events,
+        metavar="JSON",
+        help="publish what the prefix cache stores and removes over ZMQ, as vLLM does with this option: endpoint, "
+        "replay_endpoint, topic",
+    )
     add("--show-cached-tokens", action="store_true", help="tell clients how many tokens of a prompt were cached")
     add(
         "--show-misses",
@@ -160,6 +168,28 @@ def _add_security_arguments(parser: argparse.ArgumentParser) -> None:
     add("--uds", type=file_name, metavar="PATH", help="listen at a Unix socket that only its owner can use")
     add("--ssl-certfile", type=file_name, metavar="FILE", help="certificate for TLS")
     add("--ssl-keyfile", type=file_name, metavar="FILE", help="key of the certificate; default: in --ssl-certfile")
+
+
+def _kv_events(text: str) -> dict[str, str] | None:
+    """Parse vLLM's option of this name; None: no events.
+
+    >>> _kv_events('{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}')
+    {'endpoint': 'tcp://127.0.0.1:5557'}
+    """
+    known = {"endpoint", "replay_endpoint", "topic"}
+    try:
+        given: dict[str, str] = json.loads(text)
+        is_wanted, publisher = given.pop("enable_kv_cache_events", True), given.pop("publisher", "zmq")
+    except (ValueError, TypeError, AttributeError):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text[:40]!r}") from None
+    if publisher == "null" or is_wanted is False:
+        return None
+    if publisher != "zmq" or is_wanted is not True or not given.keys() <= known or "endpoint" not in given:
+        allowed = 'publisher "zmq", an endpoint, and perhaps a replay_endpoint and a topic'
+        raise argparse.ArgumentTypeError(f"must have {allowed}, not {text[:200]!r}")
+    if wrong := [name for name, value in given.items() if not isinstance(value, str)]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]} must be a text, not {given[wrong[0]]!r}")
+    return given
 
 
 def _priorities(text: str) -> tuple[int, int]:
@@ -187,6 +217,10 @@ def run(options: argparse.Namespace) -> int:
     logging.getLogger("pagepool").setLevel(logging.INFO)
     if options.no_access_log:
         logging.getLogger("pagepool.access").setLevel(logging.WARNING)
+    if options.kv_events_config is not None:
+        if options.no_prefix_cache:
+            raise UsageError("--kv-events-config cannot be used with --no-prefix-cache")
+        require("pagepool serve --kv-events-config", "kv-events", "zmq", "msgspec")
     credentials = Credentials(options)
     with listening(options) as (sock, url):
         most = allowed_connections(options.max_connections)
@@ -247,7 +281,7 @@ class Serving:
 
     def _run_engine(self) -> None:
         try:
-            with open_engine(self._options, "pagepool serve") as engine:
+            with open_engine(self._options, "pagepool serve") as engine, self._published(engine):
                 self._loading.app = app = self._app(engine)
                 self.drain.begin(engine, app.state)
                 for line in summary_of(engine, self._options):
@@ -259,6 +293,17 @@ class Serving:
         except BaseException as error:
             self._error = error
             self._server.should_exit = True
+
+    def _published(self, engine: Any) -> Any:
+        """Return a context in which the events of the engine's prefix cache are published, if they are wanted."""
+        about = self._options.kv_events_config
+        if about is None:
+            return nullcontext()
+        publisher = import_module("pagepool.integrations.kv_events").KvEventPublisher
+        try:
+            return publisher(engine.prefix_cache, **about)
+        except import_module("zmq").ZMQError as error:
+            raise UsageError(f"--kv-events-config: {about}: {error}") from error
 
     def _reload(self) -> None:
         """Use new API keys and a new certificate if their files have changed."""

@@ -20,7 +20,7 @@ from pagepool.cli.usage import UsageError
 
 __all__ = ["check", "run"]
 
-ALONE = ("store", "store_bytes", "shared_pool", "memory_budget")  # options for one engine
+ALONE = ("store", "store_bytes", "shared_pool", "memory_budget", "kv_events_config")  # options for one engine
 STOP_SECONDS = 10.0  # for the front end, after the time of --drain
 
 

@@ -180,6 +180,50 @@ def test_the_budgets_of_a_step_come_from_the_command_line(monkeypatch, capsys):
     assert "--max-batch-tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tcp://127.0.0.1:5557", "JSON object"),
+        ("[]", "JSON object"),
+        ("{}", "an endpoint"),
+        ('{"endpoint": "tcp://127.0.0.1:5557", "publisher": "kafka"}', 'publisher "zmq"'),
+        ('{"endpoint": "tcp://127.0.0.1:5557", "buffer_steps": 3}', "buffer_steps"),
+        ('{"endpoint": 5557}', "endpoint must be a text, not 5557"),
+    ],
+)
+def test_a_wrong_config_of_kv_events_gets_one_sentence(text, said, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--kv-events-config", text])
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_server_publishes_the_blocks_of_its_prompts(tmp_path):
+    msgspec, zmq = (pytest.importorskip(name, reason=f"{name} is not installed") for name in ("msgspec", "zmq"))
+    replay = f"ipc://{tmp_path}/replay"
+    config = f'{{"endpoint": "ipc://{tmp_path}/events", "replay_endpoint": "{replay}", "topic": "kv"}}'
+    process, name, url = served("--kv-events-config", config)
+    try:
+        body = {"model": name, "prompt": list(range(40)), "max_tokens": 1}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).raise_for_status()
+        with zmq.Context.instance().socket(zmq.DEALER) as socket:
+            socket.connect(replay)
+            stored = []
+            while not stored:
+                socket.send_multipart([b"", bytes(8)])
+                while True:
+                    assert socket.poll(1000 * SECONDS)
+                    _, topic, _, payload = socket.recv_multipart()
+                    if not topic:
+                        break
+                    stored += [one for one in msgspec.msgpack.decode(payload)[1] if one["type"] == "BlockStored"]
+        assert stored[0]["token_ids"] == list(range(32)) and stored[0]["parent_block_hash"] is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_unix_socket_is_private_and_removed_at_exit(tmp_path):
     path = tmp_path / "socket"
     for _ in range(2):  # a stale socket of a killed server is replaced

@@ -24,6 +24,7 @@ NAMES = sorted(
 # Modules with an optional dependency; tests skip them without it.
 NEEDS = {
     "pagepool.integrations.transformers": "transformers",
+    "pagepool.integrations.kv_events": "zmq",
     "pagepool.integrations.vllm": "vllm",
     "pagepool.cluster.door": "uvicorn",
     "pagepool.cluster.ray.deployments": "ray",
