@@ -169,6 +169,7 @@ class Grammars:
                 self._kept[structured] = found
                 while len(self._kept) > MAX_GRAMMARS:
                     self._kept.popitem(last=False)
+        found.check()
         return found
 
     def kept(self, structured: Structured) -> Grammar | None:
@@ -253,6 +254,11 @@ class Grammar:
         self._first = first
         first._advance(())  # refuses a grammar without any text
 
+    def check(self) -> None:
+        """Raise `RequestRejected` if a token of an earlier request has taken too long: the next one would, too."""
+        if self._first._faults:
+            raise _refusal(self._first._kind, self._first._faults[0])
+
     def matcher(self, output: Sequence[int] = ()) -> Matcher:
         """Return the state of a request behind the tokens `output`, which an earlier run of it has generated."""
         return self._first.copied(output)
@@ -268,7 +274,7 @@ class Matcher:
         self, kind: str, state: Any, bias: Any, stop_token_ids: Sequence[int], masks: ThreadPoolExecutor
     ) -> None:
         self._kind, self._state, self._bias, self._masks = kind, state, bias, masks
-        self._stop_token_ids = stop_token_ids
+        self._stop_token_ids, self._faults = stop_token_ids, list[str]()
         self._bits = np.empty(-(-len(bias) // 32), np.int32)
         self._job: Future[None] | None = None
 
@@ -276,6 +282,7 @@ class Matcher:
         """Return another matcher, behind `output`."""
         state, bias = self._state.deep_copy(), self._bias.copy()
         found = Matcher(self._kind, state, bias, self._stop_token_ids, self._masks)
+        found._faults = self._faults
         if output:
             found._job = self._masks.submit(found._advance, output)
         return found
@@ -313,10 +320,11 @@ class Matcher:
             message = state.get_error() or "no text is possible" if state.is_error() or not bits.any() else ""
         except BaseException as error:  # a panic of llguidance is not an Exception
             message = str(error)
-        if len(tokens) == 1 and thread_time() - began > MASK_SECONDS:  # the steps of all requests wait for it
-            message = message or f"takes more than {MASK_SECONDS:g} s of CPU time for one token"
         if message:
             raise _refusal(self._kind, message)
+        if len(tokens) <= 1 and thread_time() - began > MASK_SECONDS:  # the steps of all requests wait for it
+            self._faults.append(f"takes more than {MASK_SECONDS:g} s of CPU time for one token")
+            raise _refusal(self._kind, self._faults[0])
         allowed = np.unpackbits(bits.view(np.uint8), count=len(self._bias), bitorder="little")
         allowed[self._stop_token_ids] = allowed[self._stop_token_ids[0]]  # llguidance 1.6 knows one of them
         np.take(np.array([-np.inf, 0.0], np.float32), allowed, out=self._bias, mode="clip")

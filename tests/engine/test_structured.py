@@ -310,12 +310,18 @@ def test_a_failure_of_llguidance_ends_its_request_and_no_other(monkeypatch):
         engine.check()
 
 
-def test_a_grammar_that_takes_long_for_a_token_ends_its_request(grammars, monkeypatch):
-    structured = Structured(choice=["y" * 100])
-    assert text_of(grammars, structured)[0] == "y" * 100
-    monkeypatch.setattr(module, "MASK_SECONDS", 0.0)
+def test_a_grammar_that_takes_long_for_a_token_ends_its_request_and_is_then_refused(grammars, monkeypatch):
+    slow, other = Structured(choice=["y" * 100]), Structured(choice=["z"])
+    assert text_of(grammars, slow)[0] == "y" * 100
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "MASK_SECONDS", 0.0)
+        with refuses(RequestRejected, "choice", "0 s"):
+            text_of(grammars, slow)
+        with refuses(RequestRejected, "choice", "0 s"):
+            grammars.compiled(other)
     with refuses(RequestRejected, "choice", "0 s"):
-        text_of(grammars, structured)
+        grammars.compiled(slow)
+    assert text_of(grammars, other)[0] == "z"
 
 
 def test_a_model_that_fails_is_seen_behind_a_mask():
