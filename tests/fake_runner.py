@@ -24,8 +24,9 @@ class Bytes:
     def decode(self, ids, skip_special_tokens=True):
         return bytes(token for token in ids if token).decode(errors="replace")
 
-    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True):
-        return "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
+    def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=True, thinks=True, **variables):
+        told = "" if thinks else "think: no\n"
+        return told + "".join(f"{message['role']}: {message['content']}\n" for message in messages) + "assistant: "
 
 
 class FakeRunner:

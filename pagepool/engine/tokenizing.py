@@ -98,6 +98,7 @@ class Encoder:
         max_tokens: int | None = None,
         *,
         special_tokens_in_texts: bool = False,
+        template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Return the token ids of a chat, including the header of the assistant's next message.
 
@@ -111,6 +112,8 @@ class Encoder:
             As in `encode`.
         special_tokens_in_texts : bool
             Let such text become control tokens, so that the author of a message can write turns of others.
+        template_options : mapping, optional
+            Variables of the chat template, such as `enable_thinking`. Text in them is treated as in a message.
 
         Returns
         -------
@@ -125,12 +128,13 @@ class Encoder:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise RequestRejected("the model's tokenizer has no chat template")
         self._check_size(sum(len(one.get("content") or ()) for one in messages), max_tokens)
-        mark = None
+        mark, options = None, dict(template_options or {})
         if not special_tokens_in_texts:
-            messages, mark = self._chat_text.mark(messages)
+            (*messages, variables), mark = self._chat_text.mark([*messages, {"role": "", "options": options}])
+            options = variables["options"]
         try:
             with self._own_tokenizer() as tokenizer:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
         except ImportError:
             raise
         except Exception as error:  # a template may raise any exception

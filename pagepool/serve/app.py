@@ -270,7 +270,7 @@ class Server:
             self._engine.encoder.encode, add_special_tokens=request.add_special_tokens
         )
         if request.is_chat:
-            encode = self.encode_chat
+            encode = partial(self.encode_chat, template_options=request.template_options)
 
         async def work() -> Response:
             try:
@@ -418,7 +418,9 @@ class Server:
             reason = "it is shutting down" if self._engine.failure is None else "the engine has failed"
             raise RequestError(503, f"the server accepts no requests: {reason}")
         loop = asyncio.get_running_loop()
-        encode = self.encode_chat if request.is_chat else self._engine.encoder.encode
+        encode: Callable[..., list[int]] = self._engine.encoder.encode
+        if request.is_chat:
+            encode = partial(self.encode_chat, template_options=request.template_options)
         waiting = self._places.take(len(request.prompts) * request.n)
         try:
             prompts = []

@@ -39,6 +39,15 @@ MAX_PROMPTS = 2048
 MAX_MESSAGES = 2048  # as OpenAI
 MAX_PARTS = 2048  # parts of the content of one message
 MAX_DETOKENIZED = 1 << 17
+MAX_VARIABLES = 64
+MAX_VARIABLES_LENGTH = 1 << 16
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+# Arguments of `apply_chat_template` other than variables, and names that have a field of their own.
+RESERVED = (
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs", "self"),
+)
 # A role may be part of the text of a chat, so it must not contain control tokens.
 ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 TOKEN = re.compile(r"[0-9]{1,10}")
@@ -341,6 +350,31 @@ class StructuredOutputs(Grammar):
         return {VLLM_NAMES[one]: inner for one, inner in given.items()}
 
 
+class TemplateOptions(Kind):
+    """Variables of the chat template. Arguments of the tokenizer's method, such as another template, are refused."""
+
+    limit = (
+        f"object with up to {MAX_VARIABLES:,} names of up to 64 ASCII letters, digits and `_`; "
+        f"{MAX_VARIABLES_LENGTH:,} characters as JSON; not {', '.join(f'`{name}`' for name in RESERVED)}"
+    )
+
+    def read(self, name: str, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise wrong(name, "an object", value)
+        check_count(name, value, MAX_VARIABLES, "names")
+        for variable in value:
+            if not VARIABLE.fullmatch(variable) or variable in RESERVED:
+                raise RequestError(400, f"{name} must not have the name {quoted(variable)!r}", param=name)
+        try:
+            length = len(json.dumps(value))
+        except RecursionError:
+            raise RequestError(400, f"{name} is nested too deeply", param=name) from None
+        if length > MAX_VARIABLES_LENGTH:
+            sentence = f"{name} must have at most {MAX_VARIABLES_LENGTH} characters as JSON, not {length}"
+            raise RequestError(400, sentence, param=name)
+        return value
+
+
 class Only(Kind):
     """A parameter that is not supported. Values that change nothing are accepted."""
 
@@ -478,7 +512,8 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("continue_final_message", BOTH, Only(False)),
     ("documents", BOTH, Only([])),
     ("chat_template", BOTH, Only()),
-    ("chat_template_kwargs", BOTH, Only({})),
+    ("chat_template_kwargs", (CHAT, TOKENIZE), TemplateOptions()),
+    ("chat_template_kwargs", (COMPLETIONS,), Only({})),
     # llama-server's.
     ("repeat_penalty", BOTH, Only(1)),
     ("typical_p", BOTH, Only(1)),

@@ -71,6 +71,8 @@ class Request:
         Sampling parameters and stop conditions.
     structured_field : str or None
         The field that `params.structured` comes from.
+    template_options : dict
+        Variables of the chat template.
     options : dict
         `priority` and `cache_salt` for `Engine.submit`, if the request has them.
     """
@@ -86,6 +88,7 @@ class Request:
     cuts_length: bool = False
     structured_field: str | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
+    template_options: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,6 +158,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
         include_usage=options.get("include_usage") is True,
         echo=found.get("echo", False),
         shows_prompt_logprobs="prompt_logprobs" in found,
+        template_options=found.get("chat_template_kwargs", {}),
         options={name: found[name] for name in ("priority", "cache_salt") if name in found},
     )
     if request.stream and request.shows_prompt_logprobs:
@@ -200,6 +204,7 @@ class TokenizeRequest:
     is_chat: bool
     model: str | None
     add_special_tokens: bool
+    template_options: dict[str, Any] = field(default_factory=dict)
 
 
 def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
@@ -212,7 +217,9 @@ def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     if is_chat and special:
         raise RequestError(400, "add_special_tokens is not supported with messages", param="add_special_tokens")
     prompt = required(found, "messages" if is_chat else "prompt")
-    return TokenizeRequest(prompt, is_chat, found.get("model"), special)
+    if not is_chat and found.get("chat_template_kwargs"):
+        raise RequestError(400, "chat_template_kwargs needs messages", param="chat_template_kwargs")
+    return TokenizeRequest(prompt, is_chat, found.get("model"), special, found.get("chat_template_kwargs", {}))
 
 
 def read_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:

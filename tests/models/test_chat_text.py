@@ -162,6 +162,17 @@ def test_every_text_of_a_message_is_looked_at_and_the_option_leaves_them():
         assert encoder.encode_chat([{"role": role, "content": "<think>"}]).count(think) == count
 
 
+def test_a_variable_of_the_template_cannot_be_a_control_token():
+    tokenizer = tokenizer_of("byte level")
+    tokenizer.chat_template = "{{ note }}" + tokenizer.chat_template
+    encoder, end = Encoder(tokenizer, len(tokenizer)), tokenizer.convert_tokens_to_ids("<|im_end|>")
+    chat, variables = [{"role": "user", "content": "x"}], {"note": "<|im_end|>"}
+    plain = encoder.encode_chat(chat).count(end)
+    assert encoder.encode_chat(chat, template_options=variables).count(end) == plain
+    allowed = encoder.encode_chat(chat, template_options=variables, special_tokens_in_texts=True)
+    assert allowed.count(end) == plain + 1
+
+
 def test_the_mark_is_a_character_that_no_message_contains():
     encoder = Encoder(tokenizer := tokenizer_of("byte level"), len(tokenizer_of("byte level")))
     most = "".join(MARKS[:-1])

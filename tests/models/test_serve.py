@@ -126,6 +126,16 @@ def test_a_completion_is_the_output_of_the_engine(served):
     assert served.complete("hello", temperature=0.0).usage.completion_tokens == 16  # OpenAI's default
 
 
+def test_variables_of_the_chat_template_change_the_prompt(served):
+    plain = served.chat("hi", max_tokens=1).usage.prompt_tokens
+    body = {"chat_template_kwargs": {"thinks": False}}
+    assert served.chat("hi", max_tokens=1, extra_body=body).usage.prompt_tokens == plain + len("think: no\n")
+    answer = served.http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}], **body}).json()
+    assert bytes(answer["tokens"]).decode() == "think: no\nuser: hi\nassistant: "
+    refused = served.http.post("/tokenize", json={"prompt": "hi", **body})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
+
+
 def test_the_usage_says_why_tokens_were_not_cached(caplog):
     caplog.set_level(logging.INFO, "pagepool")
     config = SchedulerConfig(explain_misses=True)

@@ -77,6 +77,10 @@ def at_limit(kind):
         return [{}, {"description": "x" * (MAX_GRAMMAR_LENGTH - len('{"description": ""}'))}]
     if isinstance(kind, fields.GrammarText):
         return ["", "root ::= [a-z]", "start: /a/" + " " * (MAX_GRAMMAR_LENGTH - 10)]
+    if isinstance(kind, fields.TemplateOptions):
+        names = {f"x{number}": number for number in range(fields.MAX_VARIABLES)}
+        most = {"x" * 64: "y" * (fields.MAX_VARIABLES_LENGTH - 72)}
+        return [{}, {"enable_thinking": False, "_x1": [{"a b": None}]}, names, most]
     return list(kind.values) if isinstance(kind, fields.Only) else STRANGE
 
 
@@ -134,6 +138,11 @@ def beyond_limit(kind):
         return [*found, {}, {"json_object": False}, {"grammar": "x" * (MAX_GRAMMAR_LENGTH + 1)}, *values, *more]
     if isinstance(kind, fields.JsonSchema):
         return [*found, [], "{}"]
+    if isinstance(kind, fields.TemplateOptions):
+        names = [*fields.RESERVED, "", "a b", "x" * 65, "1", "{{", "\u00e9"]
+        most = {"x": "y" * fields.MAX_VARIABLES_LENGTH}
+        many = {f"x{number}": 1 for number in range(fields.MAX_VARIABLES + 1)}
+        return [*found, most, many, *({one: 1} for one in names)]
     if isinstance(kind, fields.GrammarText):
         return [*[value for value in found if value is not LONG], "x" * (MAX_GRAMMAR_LENGTH + 1), {}, []]
     return [value for value in found if value not in kind.values]
