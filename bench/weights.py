@@ -16,6 +16,7 @@ predicted from those before them.
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -141,6 +142,7 @@ def work(about):
     """Answer questions on standard input, one line each."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
+    importlib.import_module("llama_cpp" if about["side"] == "llama" else "pagepool.integrations.transformers.runner")
     before = resident()
     side = SIDES[about["side"]](about["file"], about["threads"])
     loaded = resident() - before
