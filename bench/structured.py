@@ -94,7 +94,7 @@ def beside(options, engine):
             except (RequestRejected, RuntimeError):
                 continue
 
-    for _ in range(options.rounds):
+    for number in range(options.rounds + 1):
         for kind, found in times.items():
             watched = [engine.submit(f"Number {place}: ", SamplingParams(40, ignore_eos=True)) for place in range(4)]
             stopping = Event()
@@ -102,7 +102,8 @@ def beside(options, engine):
             for thread in threads:
                 thread.start()
             arrived = [time.perf_counter() for _ in watched[0]]
-            found.extend(after - before for before, after in pairwise(arrived))
+            if number:  # the first round warms up
+                found.extend(after - before for before, after in pairwise(arrived))
             stopping.set()
             for thread in threads:
                 thread.join()

@@ -18,8 +18,18 @@ TYPE_CHECKING = False  # without an import of `typing`
 if TYPE_CHECKING:
     from typing import Any
 
-# Bounds the whitespace between two values of JSON, as llama.cpp does: a model could write spaces without end.
-WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
+# llguidance's options for a JSON Schema. They come after the schema's own "x-guidance", which could make it ignore
+# keywords.
+OPTIONS = {
+    "coerce_one_of": False,
+    "lenient": False,
+    "item_separator": ",",
+    "key_separator": ":",
+    # As in llama.cpp, because a model could write spaces without end.
+    "whitespace_pattern": r" |\n{1,2}[ \t]{0,20}",
+    # Without "u": the name of a property written with escapes would be another name for llguidance. Not in version 1.6.
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 ALTERNATIVES = {"$ref", "anyOf", "oneOf"}
 ANNOTATIONS = {"$schema", "$id", "$defs", "definitions", "title", "description", "default", "examples"}
@@ -84,13 +94,10 @@ def source_of(matcher: Any, kind: str, value: Any) -> str:
         except Exception as error:  # llguidance raises plain exceptions here
             raise ValueError(str(error)) from error
     schema = '{"type": "object"}' if kind == "json_object" else value.strip()
-    check_bounds(schema)
+    check_schema(schema)
     if schema in ("true", "false"):  # llguidance reads options in an object
         schema = f'{{"anyOf": [{schema}]}}'
-    # They come after the schema's own "x-guidance", which could let llguidance ignore keywords.
-    overrides: dict[str, Any] = {"item_separator": ",", "key_separator": ":", "whitespace_pattern": WHITESPACE}
-    overrides |= {"coerce_one_of": False, "lenient": False}
-    return str(matcher.grammar_from_json_schema(schema, overrides=overrides))
+    return str(matcher.grammar_from_json_schema(schema, overrides=OPTIONS))
 
 
 def behind(source: str, after: str, special: dict[int, str]) -> str:
@@ -102,10 +109,11 @@ def behind(source: str, after: str, special: dict[int, str]) -> str:
     return json.dumps({"grammars": [{"lark_grammar": head}, {**body, "name": "body"}]})
 
 
-def check_bounds(schema: str) -> None:
-    """Raise ValueError if llguidance would accept a bound that the schema excludes.
+def check_schema(schema: str) -> None:
+    """Raise ValueError if llguidance would accept a text that the schema excludes.
 
-    It accepts the whole number e with exclusiveMinimum e if the maximum is above e and below e + 1. An exclusiveMaximum
+    Two properties that are not in `properties` may have the same name, and `minProperties` would count both. And the
+    whole number e is accepted with exclusiveMinimum e if the maximum is above e and below e + 1. An exclusiveMaximum
     has the same fault. If the schema joins parts of it, each bound is compared with all others.
     """
     found: list[dict[str, set[float]]] = []
@@ -114,6 +122,10 @@ def check_bounds(schema: str) -> None:
         value = values.pop()
         if isinstance(value, dict):
             found.append({name: {value[name]} for name in BOUNDS & value.keys() if type(value[name]) in (int, float)})
+            least, required = value.get("minProperties"), value.get("required")
+            if type(least) is int and least > 1 + len(required if isinstance(required, list) else ()):
+                sentence = f"minProperties {least} is not supported with fewer than {least - 1} required properties"
+                raise ValueError(sentence)
             has_alternatives = bool(ALTERNATIVES & value.keys() and value.keys() - ALTERNATIVES - ANNOTATIONS)
             has_joins |= "allOf" in value or "patternProperties" in value or has_alternatives
         values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())

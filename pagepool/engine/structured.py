@@ -302,11 +302,6 @@ class Matcher:
         self._wait()
         self._job = self._masks.submit(self._advance, (token,))
 
-    def num_valid(self, tokens: Sequence[int]) -> int:
-        """Return how many of the tokens, drafted to come next, the grammar allows."""
-        self._wait()
-        return int(self._state.validate_tokens(list(tokens)))
-
     def _wait(self) -> None:
         if self._job is not None:
             self._job.result()

@@ -383,11 +383,17 @@ def test_bounds_that_do_not_meet_are_accepted(grammars):
     grammars.compiled(Structured(json_schema={"type": "number", "exclusiveMinimum": 0, "maximum": 1}))
 
 
-def test_drafted_tokens_are_checked_without_a_change(grammars):
-    matcher = grammars.compiled(Structured(regex="abc|abd")).matcher(b"a")
-    assert [matcher.num_valid(list(text)) for text in (b"", b"b", b"bc", b"bx", b"x", b"bd")] == [0, 1, 2, 1, 0, 2]
-    matcher.add(ord("b"))
-    assert np.flatnonzero(matcher.masked(np.zeros(VOCABULARY, np.float32)) == 0).tolist() == [*b"cd"]
+def test_the_name_of_a_property_cannot_be_written_in_another_way(grammars):
+    """A second "a" would replace the integer, and a second "x" would count twice."""
+    matcher = grammars.compiled(
+        Structured(json_schema={"properties": {"a": {"type": "integer"}}, "type": "object"})
+    ).matcher()
+    for token in b'{"\\':
+        matcher.add(token)
+    assert not np.isfinite(matcher.masked(np.zeros(VOCABULARY, np.float32))[ord("u")])
+    with refuses(RequestRejected, "minProperties", 3, 2):
+        grammars.compiled(Structured(json_schema={"type": "object", "minProperties": 3, "required": ["a"]}))
+    grammars.compiled(Structured(json_schema={"type": "object", "minProperties": 2, "required": ["a"]}))
 
 
 class Thinker(Letters):
