@@ -246,6 +246,7 @@ def san_python(session):
     build(session, "address-undefined", PAGEPOOL_SANITIZE="address,undefined", **UNOPTIMISED)
     known = "memory attention prefix engine/test_sampling.py"
     known += " integrations/test_elementwise.py integrations/test_linear_quantised.py"
+    known += " integrations/test_decoder_layers.py"
     names = os.environ.get("SAN_TESTS", known).split()
     options = ["--capture=sys", "-k", "not canonical_order", "--ignore=tests/attention/test_isas.py"]
     env = {"PYTHONMALLOC": "malloc", "UBSAN_OPTIONS": "halt_on_error=1"}

@@ -105,10 +105,11 @@ cdef int64_t first_block(const pp_decode_args *args, int32_t seq) noexcept nogil
     return first // args.pool.layout.block_size if args.window and first > 0 else 0
 
 
-cdef bint finds_free(KvCachePool pool, const pp_decode_args *args, int32_t *seq, int64_t *index) noexcept nogil:
-    """Return true if a block that will be read is free; it is entry (seq, index) of the block tables."""
+cdef bint c_finds_free(KvCachePool pool, const pp_decode_args *args, int32_t *seq, int64_t *index) noexcept nogil:
     cdef int64_t size = pool.c_pool.layout.block_size, blocks
     cdef int32_t block
+    if not pool.allocator.checked:
+        return False
     for seq[0] in range(args.num_seqs):
         blocks = min((args.seq_lens[seq[0]] + size - 1) // size, args.block_tables_width)
         for index[0] in range(first_block(args, seq[0]), blocks):
@@ -390,7 +391,7 @@ cdef class Arguments:
         """In checked mode: raises InvalidBlock for a free block among those that will be read."""
         cdef int32_t seq = 0
         cdef int64_t index = 0
-        if self.pool.allocator.checked and finds_free(self.pool, &self.args, &seq, &index):
+        if c_finds_free(self.pool, &self.args, &seq, &index):
             block = self.args.block_tables[seq * self.args.block_tables_stride + index]
             raise InvalidBlock(f"block_tables[{seq}, {index}] is {block}, which is free")
         return 0
@@ -449,7 +450,7 @@ cdef pp_status c_decode(KvCachePool pool, int32_t layer, const float *q, int32_t
     args.num_threads = num_threads
     args.out = out
     args.lse = lse
-    if pool.allocator.checked and finds_free(pool, &args, &seq, &index):
+    if c_finds_free(pool, &args, &seq, &index):
         return PP_INVALID_BLOCK
     return c_decode_args(&args, num_threads)
 

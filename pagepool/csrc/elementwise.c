@@ -37,6 +37,23 @@ void pp_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weigh
     run(num_threads, rows, n, norm_rows, &work);
 }
 
+static void norm_heads(void *context, int64_t begin, int64_t end) {
+    const job *work = context;
+    const uint64_t modes = pp_modes_enter();
+    for (int64_t row = begin; row < end; row++)
+        for (int64_t head = 0; head < work->heads; head++) {
+            uint16_t *x = work->out + row * work->stride + head * work->n;
+            pp_kernels_get()->rms_norm_row(x, NULL, work->z, work->eps, work->n, x, x);
+        }
+    pp_modes_leave(modes);
+}
+
+void pp_rms_norm_heads(uint16_t *x, int64_t stride, const uint16_t *weight, float eps, int64_t rows, int64_t heads,
+                       int64_t dim, int num_threads) {
+    job work = {.z = weight, .out = x, .stride = stride, .n = dim, .heads = heads, .eps = eps};
+    run(num_threads, rows, heads * dim, norm_heads, &work);
+}
+
 static void rotate_rows(void *context, int64_t begin, int64_t end) {
     const job *work = context;
     const uint64_t modes = pp_modes_enter();

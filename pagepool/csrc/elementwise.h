@@ -14,6 +14,10 @@
 void pp_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows, int64_t n,
                  uint16_t *sum, uint16_t *out, int num_threads);
 
+/* The norm of each of the first `heads` heads of each row, in place, with `dim` elements each. */
+void pp_rms_norm_heads(uint16_t *x, int64_t stride, const uint16_t *weight, float eps, int64_t rows, int64_t heads,
+                       int64_t dim, int num_threads);
+
 /* Rotates the first `heads` heads of each row in place, each of `dim` elements: x * cos + rotate_half(x) * sin.  cos
  * and sin have `dim` elements for each row. */
 void pp_rotate(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows, int64_t heads,

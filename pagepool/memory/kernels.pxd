@@ -11,8 +11,63 @@ cdef extern from "linear_quantised.h" nogil:
         const float *bias
 
 
-# As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h, elementwise.h, linear.h and
-# linear_quantised.h.
+cdef extern from "step.h" nogil:
+    enum:
+        PP_STEP_LINEARS
+
+    ctypedef struct pp_step_linear:
+        int64_t outputs
+        const pp_quantised *quantised
+        int32_t num_quantised
+        const void *packed
+        const uint16_t *bias
+        int64_t few_rows
+
+    ctypedef struct pp_step_norm:
+        const uint16_t *weight
+        float eps
+
+    ctypedef struct pp_step_layer:
+        pp_step_linear *linears
+        pp_step_norm norm
+        pp_step_norm mlp_norm
+        pp_step_norm query_norm
+        pp_step_norm key_norm
+        const uint16_t *activation
+        float sm_scale
+        int32_t group
+        int32_t pool_layer
+
+    ctypedef struct pp_step_group:
+        pp_decode_args attention
+        const int64_t *slot_mapping
+
+    ctypedef struct pp_step:
+        const pp_step_layer *layers
+        int32_t num_layers
+        pp_step_norm norm
+        int64_t rows
+        int64_t hidden_size
+        int32_t num_qo_heads
+        int32_t num_kv_heads
+        int32_t head_dim
+        const uint16_t *cos
+        const uint16_t *sin
+        const pp_step_group *groups
+        int num_threads
+        uint16_t *(*multiply)(void *context, int32_t layer, int32_t place) noexcept
+        void *context
+        uint16_t *x
+        uint16_t *normed
+        uint16_t *attended
+        uint16_t *activated
+        uint16_t *qkv
+        uint16_t *added
+        uint16_t *gate_and_up
+
+
+# As pp_... of the same name in include/pagepool and in pagepool/csrc/draw.h, elementwise.h, linear.h,
+# linear_quantised.h and step.h.
 cdef pp_status (*c_kv_append_rows)(const pp_kv_pool *pool, int32_t layer, const int64_t *slot_mapping,
                                    int64_t num_tokens, pp_kv_rows k, pp_kv_rows v, pp_dtype src_dtype) noexcept nogil
 cdef pp_status (*c_kv_gather)(const pp_kv_pool *pool, int32_t layer, const int32_t *blocks, int64_t num_blocks,
@@ -28,6 +83,7 @@ cdef int64_t (*c_draw)(const float *weights, const float *sums, int64_t num_chun
 cdef int64_t (*c_largest_bf16)(const uint16_t *logits, int64_t n) noexcept nogil
 cdef void (*c_rms_norm)(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
                         int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept nogil
+cdef pp_status (*c_step_run)(const pp_step *step) noexcept nogil
 cdef void (*c_rotate)(uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, int64_t rows,
                       int64_t heads, int64_t dim, int num_threads) noexcept nogil
 cdef void (*c_lookup_mul)(const uint16_t *gate, const uint16_t *up, int64_t stride, const uint16_t *table, int64_t rows,

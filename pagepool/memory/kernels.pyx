@@ -34,6 +34,9 @@ cdef extern from "linear_quantised.h" nogil:
                                   const pp_quantised *weights, int32_t num_weights, void *out,
                                   int num_threads) noexcept
 
+cdef extern from "step.h" nogil:
+    pp_status pp_step_run(const pp_step *step) noexcept
+
 cdef extern from "elementwise.h" nogil:
     void pp_rms_norm(const uint16_t *x, const uint16_t *delta, const uint16_t *weight, float eps, int64_t rows,
                      int64_t n, uint16_t *sum, uint16_t *out, int num_threads) noexcept
@@ -54,6 +57,7 @@ c_draw_total = pp_draw_total
 c_draw = pp_draw
 c_largest_bf16 = pp_largest_bf16
 c_rms_norm = pp_rms_norm
+c_step_run = pp_step_run
 c_rotate = pp_rotate
 c_lookup_mul = pp_lookup_mul
 c_linear_has_few = pp_linear_has_few

@@ -20,7 +20,7 @@ from pagepool import (
     decode,
     prefill,
 )
-from pagepool.integrations.transformers.elementwise import QuantisedWeights
+from pagepool.integrations.transformers.elementwise import DecoderLayers, QuantisedWeights
 from pagepool.memory.batch import group_append
 from pagepool.memory.block_tables import append_batch, release_batch
 from pagepool.prefix.directory import PrefixDirectory
@@ -114,6 +114,12 @@ def quantised_layer():
     assert (QUANTISED == 0.0).all()
 
 
+def decoder_layers():
+    """Make a decoder of one layer."""
+    linear, norm = (32, 0, 0, 0), (0, 0.0)
+    DecoderLayers(32, 1, 1, 8, [(*4 * [linear], norm, norm, None, None, 0, 1.0, 0, 0)], norm)
+
+
 OPERATIONS = {
     "small allocator": lambda world: BlockAllocator(8),
     "large allocator": lambda world: BlockAllocator(1 << 20),
@@ -180,6 +186,7 @@ OPERATIONS = {
     "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
     "lend": lambda world: world.ssm.alloc(5000),
     "quantised weights": lambda world: quantised_layer(),
+    "decoder layers": lambda world: decoder_layers(),
     "append by dlpack": lambda world: world.pool.append(0, *world.shown),
     "numpy and its dlpack": lambda world: world.pool.numpy().__dlpack__(),
 }

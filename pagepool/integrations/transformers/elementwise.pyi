@@ -1,4 +1,31 @@
-__all__ = ["QuantisedWeights", "has_linear_few", "linear_few", "lookup_mul", "rms_norm", "rotate"]
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["DecoderLayers", "QuantisedWeights", "has_linear_few", "linear_few", "lookup_mul", "rms_norm", "rotate"]
+
+class DecoderLayers:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        layers: list[tuple[Any, ...]],
+        norm: tuple[int, float],
+    ) -> None: ...
+    def run(
+        self,
+        rows: int,
+        memory: Sequence[int],
+        cos: int,
+        sin: int,
+        pools: Sequence[Any],
+        tables: Sequence[tuple[Any, ...]],
+        windows: Sequence[int | None],
+        arithmetic: str,
+        num_threads: int,
+        function: Callable[[int, int], Any] | None,
+    ) -> None: ...
 
 class QuantisedWeights:
     @property

@@ -1,51 +1,30 @@
-"""Forwards of decoder layers in bfloat16 that do several of torch's operations in one call of C.
+"""Forwards in bfloat16 that do several of torch's operations in one call of C: norms, MLPs and whole decoders.
 
-A module gets such a forward if its own forward has the same bytecode as the forward of a known class of transformers.
-All results are rounded where torch rounds them, so they are equal bit by bit. This is checked for each norm and for the
-logits of the whole model.
+A decoder's layers run in one call, without Python between them: csrc/step.h. A module is recognised by its type and its
+parts. All results are rounded where torch rounds them, so they are equal bit by bit. This is checked for each norm, and
+for the logits of the whole model.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import transformers.activations
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.qwen2 import modeling_qwen2
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from pagepool.integrations.transformers.elementwise import lookup_mul, rms_norm, rotate
+from pagepool.integrations.transformers.elementwise import DecoderLayers, lookup_mul, rms_norm
+from pagepool.integrations.transformers.layout import ModelLayout
 from pagepool.integrations.transformers.linear import FusedLayer, PackedLinears
-from pagepool.integrations.transformers.step import current_step
+from pagepool.integrations.transformers.step import AttentionLayer, current_step
 
 __all__ = ["fused_forwards"]
 
 ROWS = (1, 3, 32)  # numbers of rows at which a norm is checked
-
-
-def bytecode_of(function: Any) -> tuple[Any, ...]:
-    """Return what a function does: its instructions, names and constants, without texts and annotations."""
-    code = inspect.unwrap(function).__code__
-    constants = tuple(value for value in code.co_consts if not isinstance(value, str))
-    return code.co_code, code.co_names, code.co_varnames, constants
-
-
-@cache
-def known(name: str) -> list[tuple[Any, ...]]:
-    """Return the bytecodes of the forwards that a name of transformers' Llama stands for, such as `LlamaMLP`.
-
-    For `LlamaAttention` also those of models that differ only in the window that they pass to the attention function:
-    here the layout has the window.
-    """
-    found = [bytecode_of(getattr(modeling_llama, name).forward)]
-    if name == "LlamaAttention":
-        found += map(bytecode_of, (modeling_mistral.MistralAttention.forward, modeling_qwen2.Qwen2Attention.forward))
-    return found
+# Models of transformers with the layers of csrc/step.h.
+DECODERS = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 def is_plain(module: Any) -> bool:
@@ -53,12 +32,10 @@ def is_plain(module: Any) -> bool:
     return not ("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
-def is_like(module: Any, name: str) -> bool:
-    """Return whether the module runs a forward with one of the bytecodes of `known(name)`."""
-    try:
-        return is_plain(module) and bytecode_of(type(module).forward) in known(name)
-    except AttributeError:  # a forward that is not written in Python
-        return False
+def is_of_transformers(module: Any, suffix: str) -> bool:
+    """Return whether the module has a class of transformers' models whose name ends so, and runs its forward."""
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith(suffix) and is_plain(module)
 
 
 def require_bf16(*tensors: torch.Tensor) -> None:
@@ -69,7 +46,7 @@ def require_bf16(*tensors: torch.Tensor) -> None:
 
 
 class Norm:
-    """RMSNorm, alone or after the addition of a residual."""
+    """RMSNorm."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -82,34 +59,21 @@ class Norm:
         require_bf16(hidden_states)
         x = hidden_states.contiguous()
         out = torch.empty_like(x)
-        self._run(x, 0, x, out)
+        weight, eps = self.address()
+        rows, threads = x.numel() // self._size, torch.get_num_threads()
+        rms_norm(x.data_ptr(), 0, weight, eps, rows, self._size, 0, out.data_ptr(), threads)
         return out
 
-    def add(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `x + delta` and its norm. The sum may be stored in `delta`, which must be a new tensor."""
-        require_bf16(x, delta)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        self._run(x, delta.data_ptr(), delta, out)
-        return delta, out
-
-    def _run(self, x: torch.Tensor, delta: int, total: torch.Tensor, out: torch.Tensor) -> None:
-        size = self._size
-        weight = self._parameters["weight"].data_ptr()
-        threads = torch.get_num_threads()
-        rms_norm(
-            x.data_ptr(), delta, weight, self._eps, x.numel() // size, size, total.data_ptr(), out.data_ptr(), threads
-        )
+    def address(self) -> tuple[int, float]:
+        """Return the address of the module's weight, and eps."""
+        return self._parameters["weight"].data_ptr(), self._eps
 
     def equals_module(self) -> bool:
         """Return whether the results for random rows equal those of the module, bit by bit."""
         random = torch.Generator().manual_seed(0)
         for rows in ROWS:
-            x, delta = (torch.randn(1, rows, self._size, generator=random).bfloat16() for _ in range(2))
-            total = x + delta
-            own = type(self.module).forward(self.module, total)
-            found = self.add(x, delta)
-            if not (torch.equal(self(total), own) and torch.equal(found[0], total) and torch.equal(found[1], own)):
+            x = torch.randn(1, rows, self._size, generator=random).bfloat16()
+            if not torch.equal(self(x), type(self.module).forward(self.module, x)):
                 return False
         return True
 
@@ -118,117 +82,193 @@ class Mlp:
     """`down_proj(act_fn(gate_proj(x)) * up_proj(x))`, with gate and up as one packed layer."""
 
     def __init__(self, gate_and_up: FusedLayer, down: FusedLayer, table: torch.Tensor) -> None:
-        self._gate_and_up, self._down, self._table = gate_and_up.run, down.run, table
-        self._size = gate_and_up.linears[0].out_features
+        self.gate_and_up, self.down, self.table = gate_and_up, down, table
+        self.size = gate_and_up.linears[0].out_features
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the result for rows."""
-        both = self._gate_and_up(x)
+        both = self.gate_and_up.run(x)
         require_bf16(both)
-        size, gate = self._size, both.data_ptr()
+        size, gate = self.size, both.data_ptr()
         out = both.new_empty((*both.shape[:-1], size))
         rows, threads = both.numel() // (2 * size), torch.get_num_threads()
-        lookup_mul(gate, gate + 2 * size, 2 * size, self._table.data_ptr(), rows, size, out.data_ptr(), threads)
-        return self._down(out)
+        lookup_mul(gate, gate + 2 * size, 2 * size, self.table.data_ptr(), rows, size, out.data_ptr(), threads)
+        return self.down.run(out)
 
 
-class Attention:
-    """Attention with rotary embeddings over pages, with q, k and v as one packed layer."""
+class Layer:
+    """The parts of a decoder layer."""
 
-    def __init__(self, module: Any, qkv: FusedLayer, output: FusedLayer) -> None:
-        self.module = module
-        self._qkv, self._output = qkv.run, output.run
-        self._dim, self._layer_idx = module.head_dim, module.layer_idx
-        self._query_heads, self._key_heads, _ = (linear.out_features // self._dim for linear in qkv.linears)
+    def __init__(self, module: Any, place: AttentionLayer, qkv: FusedLayer, output: FusedLayer, mlp: Mlp) -> None:
+        attention = module.self_attn
+        self.place, self.scale, self.mlp = place, attention.scaling, mlp
+        self.linears = [qkv, output, mlp.gate_and_up, mlp.down]
+        own = [module.input_layernorm, module.post_attention_layernorm]
+        of_heads = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
+        self.norms = [*own, *of_heads]
+        self.dim = attention.head_dim
+        self.heads = [linear.out_features // self.dim for linear in qkv.linears]
+
+
+class Decoder:
+    """The forward of a decoder: embedding, rotary embedding, and all layers with the last norm in one call of C.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The decoder.
+    layers : sequence of Layer
+        Its layers.
+    norms : dict
+        Module -> its norm, for all norms of the decoder.
+    windows : sequence of int or None
+        The window of each group of layers.
+    """
+
+    def __init__(
+        self, module: Any, layers: Sequence[Layer], norms: dict[Any, Norm], windows: Sequence[int | None]
+    ) -> None:
+        self._embed, self._rotary = module.embed_tokens, module.rotary_emb
+        self._windows = windows
+        first = layers[0]
+        self._dim, self._query_size = first.dim, first.heads[0] * first.dim
+        self._hidden_size, self._middle = module.norm.weight.shape[0], first.mlp.size
+        self._sizes = sum(first.heads) * self._dim, self._hidden_size, 2 * self._middle
+        self._linears = [layer.linears for layer in layers]
+        used = [norms[norm] for layer in layers for norm in layer.norms] + [norms[module.norm]]
+        self._norms = [(norm.module._parameters, norm.module.weight) for norm in used]
+        self._tables = [layer.mlp.table for layer in layers]  # holds their memory
+        rows: list[Any] = []
+        for layer in layers:
+            of_layer: list[Any] = [norms[norm].address() for norm in layer.norms]
+            of_layer += [None] * (4 - len(of_layer))
+            addresses = [linear.address() for linear in layer.linears]
+            place = layer.place.group, layer.place.pool_layer
+            rows.append((*addresses, *of_layer, layer.mlp.table.data_ptr(), layer.scale, *place))
+        self._layers = DecoderLayers(
+            self._hidden_size, first.heads[0], first.heads[1], self._dim, rows, norms[module.norm].address()
+        )
 
     def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        cache: Any = None,
-        **ignored: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Store keys and values of the step's tokens in their slots, and return the projected attention."""
-        qkv = self._qkv(hidden_states)
-        batch, count, width = qkv.shape
-        dim, queries = self._dim, self._query_heads
-        rotated = queries + self._key_heads
-        cos, sin = (part.expand(batch, count, dim).contiguous() for part in position_embeddings)
-        require_bf16(qkv, cos, sin)
-        rows, threads = batch * count, torch.get_num_threads()
-        rotate(qkv.data_ptr(), width, cos.data_ptr(), sin.data_ptr(), rows, rotated, dim, threads)
-        heads = qkv.view(batch, count, -1, dim).transpose(1, 2)
-        cache.layers[self._layer_idx].update(heads[:, queries:rotated], heads[:, rotated:])
-        out = current_step().attend(self.module, heads[:, :queries], None)
-        return self._output(out.view(batch, count, -1)), None
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, cache: Any = None, **ignored: Any
+    ) -> BaseModelOutputWithPast:
+        """Store keys and values of the step's tokens in their slots, and return the norm of the last layer's rows."""
+        if any(parameters["weight"] is not weight for parameters, weight in self._norms):
+            raise RuntimeError("the weight of a norm was replaced after the runner had read it: make a new runner")
+        x = self._embed(input_ids)
+        cos, sin = (part.contiguous() for part in self._rotary(x, position_ids))
+        require_bf16(x, cos, sin)
+        batch, rows, hidden = x.shape
+        if (batch, hidden) != (1, self._hidden_size) or not cos.shape == sin.shape == (1, rows, self._dim):
+            raise ValueError(
+                f"a step has one sequence of rows of {self._hidden_size}, with {self._dim} elements of cos and sin for "
+                f"each, not {tuple(x.shape)} and {tuple(cos.shape)}"
+            )
+        normed = torch.empty_like(x)
+        attended, activated = (x.new_empty((1, rows, size)) for size in (self._query_size, self._middle))
+        inputs = normed, attended, normed, activated
+        linears, step = self._linears, current_step()
+        results = [x.new_empty(rows * size) for size in self._sizes]
+        memory = [tensor.data_ptr() for tensor in (x, normed, attended, activated, *results)]
+        self._layers.run(
+            rows,
+            memory,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            step.pools,
+            step.tables,
+            self._windows,
+            step.arithmetic,
+            step.threads,
+            lambda layer, place: linears[layer][place].run(inputs[place]),
+        )
+        return BaseModelOutputWithPast(last_hidden_state=normed, cache=cache)
 
 
-def fused_layer(norm: Norm, attention: Any, second_norm: Norm, mlp: Any) -> Callable[..., torch.Tensor]:
-    """Return the forward of a decoder layer: attention and MLP, each after a norm and with a residual."""
-
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        delta, _ = attention(hidden_states=norm(hidden_states), **named(args), **kwargs)
-        residual, x = second_norm.add(hidden_states, delta)
-        return residual.add_(mlp(x))
-
-    return forward
-
-
-def named(args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return positional arguments of a decoder layer after the hidden states by their names."""
-    names = ("attention_mask", "position_ids", "cache", "use_cache", "position_embeddings")
-    return dict(zip(names, args, strict=False)) if args else {}
-
-
-def fused_forwards(model: torch.nn.Module, packed: PackedLinears) -> dict[torch.nn.Module, Callable[..., Any]]:
-    """Return the forwards of all modules that can be fused: norms, MLPs, attention and decoder layers.
+def fused_forwards(
+    model: torch.nn.Module, packed: PackedLinears, layout: ModelLayout
+) -> Iterator[dict[torch.nn.Module, Callable[..., Any]]]:
+    """Yield the forwards of all modules that can be fused: first with decoders, then norms and MLPs, then norms.
 
     Parameters
     ----------
     model : torch.nn.Module
         The model.
     packed : PackedLinears
-        Its packed layers. Attention and MLPs are fused only if their linear layers are packed.
+        Its packed layers. Decoders and MLPs are fused only if their linear layers are packed.
+    layout : ModelLayout
+        Its keys and values.
     """
-    found: dict[torch.nn.Module, Callable[..., Any]] = {}
+    norms: dict[Any, Norm] = {}
+    mlps: dict[Any, Mlp] = {}
     tables: dict[Any, torch.Tensor] = {}
-    equal: dict[Any, bool] = {}  # whether norms are equal, by size and eps
+    equal: dict[Any, bool] = {}  # whether norms are equal, by class, size and eps
     with torch.inference_mode():
         for module in model.modules():
             if is_norm(module):
                 norm = Norm(module)
-                key = module.weight.shape, module.variance_epsilon
+                key = type(module), module.weight.shape, module.variance_epsilon
                 if key not in equal:
                     equal[key] = norm.equals_module()
                 if equal[key]:
-                    found[module] = norm
-            elif is_like(module, "LlamaMLP"):
-                gate_and_up, down = (
-                    layer_of(packed, module.gate_proj, module.up_proj),
-                    layer_of(packed, module.down_proj),
-                )
-                table = table_of(module.act_fn, tables)
-                if gate_and_up is not None and down is not None and table is not None:
-                    found[module] = Mlp(gate_and_up, down, table)
-            elif is_like(module, "LlamaAttention") and has_plain_rotary(module):
-                qkv = layer_of(packed, module.q_proj, module.k_proj, module.v_proj)
-                output = layer_of(packed, module.o_proj)
-                if qkv is not None and output is not None:
-                    found[module] = Attention(module, qkv, output)
-    for module in model.modules():
-        if is_like(module, "LlamaDecoderLayer"):
-            first, second = (found.get(norm) for norm in (module.input_layernorm, module.post_attention_layernorm))
-            if isinstance(first, Norm) and isinstance(second, Norm) and not module.training:
-                attention, mlp = found.get(module.self_attn), found.get(module.mlp)
-                if isinstance(attention, Attention) and isinstance(mlp, Mlp):
-                    found[module] = fused_layer(first, attention, second, mlp)
-    return found
+                    norms[module] = norm
+            elif is_of_transformers(module, "MLP") and {*dict(module.named_children())} == MLP_PARTS:
+                mlp = mlp_of(module, packed, tables)
+                if mlp is not None:
+                    mlps[module] = mlp
+    decoders = {module: decoder_of(module, packed, layout, norms, mlps) for module in model.modules()}
+    found = {module: decoder for module, decoder in decoders.items() if decoder is not None}
+    if found:
+        yield {**norms, **mlps, **found}
+    if mlps:
+        yield {**norms, **mlps}
+    if norms:
+        yield {**norms}
+
+
+def mlp_of(module: Any, packed: PackedLinears, tables: dict[Any, torch.Tensor]) -> Mlp | None:
+    """Return the fused forward of an MLP, or None if its linear layers are not packed or its activation is unknown."""
+    gate_and_up, down = layer_of(packed, module.gate_proj, module.up_proj), layer_of(packed, module.down_proj)
+    table = table_of(module.act_fn, tables)
+    return None if gate_and_up is None or down is None or table is None else Mlp(gate_and_up, down, table)
+
+
+def decoder_of(
+    module: Any, packed: PackedLinears, layout: ModelLayout, norms: dict[Any, Norm], mlps: dict[Any, Mlp]
+) -> Decoder | None:
+    """Return the fused forward of a decoder, or None if a part is not known."""
+    family = type(module).__module__.rpartition(".modeling_")[2]
+    if family not in DECODERS or not is_part(module, family, "Model"):
+        return None
+    layers: list[Layer] = []
+    for layer in module.layers:
+        attention = layer.self_attn
+        place = layout.by_cache_layer.get(attention.layer_idx)
+        qkv = layer_of(packed, attention.q_proj, attention.k_proj, attention.v_proj)
+        output = layer_of(packed, attention.o_proj)
+        is_known = is_part(layer, family, "DecoderLayer") and is_part(attention, family, "Attention")
+        if not is_known or place is None or qkv is None or output is None or layer.mlp not in mlps:
+            return None
+        layers.append(Layer(layer, place, qkv, output, mlps[layer.mlp]))
+    shapes = {(*layer.heads, layer.dim, layer.mlp.size) for layer in layers}
+    used = {module.norm, *(norm for layer in layers for norm in layer.norms)}
+    if len(shapes) != 1 or used - set(norms) or len(layers) != len(layout.attention):
+        return None
+    return Decoder(module, layers, norms, [group.window for group in layout.groups])
+
+
+def is_part(module: Any, family: str, kind: str) -> bool:
+    """Return whether the module is this part of a family of transformers, and runs its forward."""
+    own = type(module)
+    place = f"transformers.models.{family}.modeling_{family}"
+    return (own.__module__, own.__name__) == (place, DECODERS[family] + kind) and is_plain(module)
 
 
 def is_norm(module: Any) -> bool:
     """Return whether a module is an RMSNorm with a plain weight in bfloat16."""
-    if not is_like(module, "LlamaRMSNorm"):
+    if not is_of_transformers(module, "RMSNorm") or not hasattr(module, "variance_epsilon"):
+        return False
+    if [*module._parameters] != ["weight"] or [*module.buffers()]:
         return False
     weight = module.weight
     return type(weight) is torch.nn.Parameter and weight.dtype is torch.bfloat16 and weight.is_contiguous()
@@ -254,10 +294,3 @@ def table_of(activation: Any, tables: dict[Any, torch.Tensor]) -> torch.Tensor |
         values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         tables[key] = activation(values)
     return tables[key]
-
-
-def has_plain_rotary(module: Any) -> bool:
-    """Return whether the module's source file has the same functions for rotary embeddings as Llama."""
-    names, ours = vars(sys.modules[type(module).__module__]), vars(modeling_llama)
-    functions = ("apply_rotary_pos_emb", "rotate_half")
-    return all(name in names and bytecode_of(names[name]) == bytecode_of(ours[name]) for name in functions)

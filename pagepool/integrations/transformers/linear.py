@@ -67,6 +67,10 @@ class FusedLayer:
         """Return the results of all layers, concatenated in the last dimension."""
         raise NotImplementedError
 
+    def address(self) -> Any:
+        """Return a linear layer of `DecoderLayers`."""
+        raise NotImplementedError
+
     def part(self, place: int, x: torch.Tensor) -> torch.Tensor:
         """Return the result of one layer. The first layer that gets `x` computes the results of all layers."""
         if self._input is not x:
@@ -103,6 +107,10 @@ class QuantisedLayer(FusedLayer):
         """Return the results of all layers, concatenated in the last dimension."""
         return product(self._weights, x)
 
+    def address(self) -> QuantisedWeights:
+        """Return a linear layer of `DecoderLayers`."""
+        return self._weights
+
 
 class PackedLayer(FusedLayer):
     """Linear layers with the same input, fused to one layer with packed weights.
@@ -133,12 +141,16 @@ class PackedLayer(FusedLayer):
         """Return the results of all layers, concatenated in the last dimension."""
         if 0 < x.numel() <= self.few_rows * self._inputs and self._can_read(x):
             result = x.new_empty((*x.shape[:-1], self._outputs))
-            rows, bias = x.numel() // self._inputs, 0 if self._bias is None else self._bias.data_ptr()
-            threads = torch.get_num_threads()
-            linear_few(x.data_ptr(), rows, self._inputs, self._address, bias, self._outputs, result.data_ptr(), threads)
+            rows, threads = x.numel() // self._inputs, torch.get_num_threads()
+            outputs, weight, bias, _ = self.address()
+            linear_few(x.data_ptr(), rows, self._inputs, weight, bias, outputs, result.data_ptr(), threads)
             return result
         result = RUN(x, self._packed, self._bias, "none", [], "")
         return result
+
+    def address(self) -> tuple[int, int, int, int]:
+        """Return a linear layer of `DecoderLayers`."""
+        return self._outputs, self._address, 0 if self._bias is None else self._bias.data_ptr(), self.few_rows
 
     def _can_read(self, x: torch.Tensor) -> bool:
         """Return whether `linear_few` can read rows, which it does not check. oneDNN refuses all wrong ones."""

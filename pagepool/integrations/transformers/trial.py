@@ -239,22 +239,22 @@ def pack_linears(forward: PagedForward, drops: bool) -> PackedLinears | None:
 
 
 def fuse(forward: PagedForward, packed: PackedLinears, prompts: list[torch.Tensor], own: list[torch.Tensor]) -> None:
-    """Use fused forwards of decoder layers, norms and MLPs if the logits of all prompts stay the same, bit by bit."""
-    fused = fused_forwards(forward.model, packed)
-    if not fused:
-        return
-    forward.hooks.use(packed, fused)
-    try:
-        with torch.inference_mode():
-            found = [torch.cat(parts) for parts in logits_over_pages(forward, prompts)]
-    except Exception as error:  # a module can call another one in a way that its code does not show
-        off: Any = error
-    else:
-        if all(map(torch.equal, found, own)):
-            return
-        off = f"its logits change by {difference([[part] for part in found], own):.1e} of the largest"
-    forward.hooks.use(packed)
-    logger.warning("%s runs without fused operations: %s", type(forward.model).__name__, off)
+    """Use the first fused forwards with which the logits of all prompts stay the same, bit by bit."""
+    off: Any = None
+    for fused in fused_forwards(forward.model, packed, forward.layout):
+        forward.hooks.use(packed, fused)
+        try:
+            with torch.inference_mode():
+                found = [torch.cat(parts) for parts in logits_over_pages(forward, prompts)]
+        except Exception as error:  # a module can call another one in a way that its type does not show
+            off = error
+        else:
+            if all(map(torch.equal, found, own)):
+                return
+            off = f"its logits change by {difference([[part] for part in found], own):.1e} of the largest"
+        forward.hooks.use(packed)
+    if off is not None:
+        logger.warning("%s runs without fused operations: %s", type(forward.model).__name__, off)
 
 
 def difference(chunks: list[list[torch.Tensor]], own: list[torch.Tensor]) -> float:
