@@ -45,6 +45,7 @@ from pagepool.serve.protocol import (
     read_request,
     read_tokenize,
 )
+from pagepool.serve.reasoning import Reasoning, begins_open, thinks
 from pagepool.serve.runs import STOPPED, EventStream, Run, events
 
 __all__ = ["create_app"]
@@ -186,6 +187,7 @@ class Server:
         self._priorities, self._shown = priorities, shown
         self.metrics = Metrics(engine)
         self._texts = TokenTexts(engine.tokenizer)
+        self._thinks = thinks(engine.tokenizer)
         with suppress(RequestRejected):  # later it would hold up the steps of all requests
             engine.grammars.open()
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
@@ -351,6 +353,9 @@ class Server:
         kind = ChatAnswer if is_chat else Answer
         texts = await self._prompt_texts(request) if request.echo else ()
         answer = kind(self._model, self._texts, request, texts, **self._shown)
+        if isinstance(answer, ChatAnswer) and self._thinks and request.params.structured is None:
+            is_open = begins_open(self._engine.tokenizer, generations[0].prompt_token_ids)
+            answer.new_reasoning = partial(Reasoning, is_open)
         run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs, request.structured_field)
         if self._stopping.is_set():
             run.cancel()

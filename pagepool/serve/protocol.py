@@ -6,7 +6,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.token_texts import TokenTexts
 from pagepool.serve.errors import RequestError, quoted
 from pagepool.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_fields
+from pagepool.serve.reasoning import Reasoning
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
@@ -73,6 +74,8 @@ class Request:
         The field that `params.structured` comes from.
     template_options : dict
         Variables of the chat template.
+    include_reasoning : bool
+        Report what the model thinks, if its chat template knows this.
     options : dict
         `priority` and `cache_salt` for `Engine.submit`, if the request has them.
     """
@@ -89,6 +92,7 @@ class Request:
     structured_field: str | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     template_options: dict[str, Any] = field(default_factory=dict)
+    include_reasoning: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -159,6 +163,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
         echo=found.get("echo", False),
         shows_prompt_logprobs="prompt_logprobs" in found,
         template_options=found.get("chat_template_kwargs", {}),
+        include_reasoning=found.get("include_reasoning", True),
         options={name: found[name] for name in ("priority", "cache_salt") if name in found},
     )
     if request.stream and request.shows_prompt_logprobs:
@@ -283,6 +288,7 @@ class Answer:
         shows_misses: bool = False,
     ) -> None:
         self._texts, self._prompts = texts, prompts
+        self._reasonings: dict[int, Reasoning] = {}  # of the choices of a stream
         self._shows_cached_tokens, self._shows_misses = shows_cached_tokens, shows_misses
         self._request, self._n = request, request.n
         self.has_logprobs, self.begins_with_prompt = request.params.logprobs is not None, request.echo
@@ -319,8 +325,8 @@ class Answer:
         """Return the chunk before the first token of a choice, or None."""
         return None
 
-    def piece(self, index: int, token: Token, offset: int) -> dict[str, Any]:
-        """Return the chunk of one token. `offset` is the length of the text before it."""
+    def piece(self, index: int, token: Token, offset: int) -> dict[str, Any] | None:
+        """Return the chunk of one token, or None. `offset` is the length of the text before it."""
         logprobs = self.logprobs([token], offset) if self.has_logprobs else None
         return self.choice(index, self.delta(token.text), logprobs, None)
 
@@ -428,6 +434,8 @@ class ChatAnswer(Answer):
     """Builds the JSON objects that answer a request for a chat completion."""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    # Splits the text of each choice. None: the whole text is the answer.
+    new_reasoning: Callable[[], Reasoning] | None = None
 
     def all(self, generations: list[Generation], tokens: list[list[Token]]) -> dict[str, Any]:
         found = super().all(generations, tokens)
@@ -441,10 +449,35 @@ class ChatAnswer(Answer):
         return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        more: dict[str, Any] = {}
+        if self.new_reasoning is not None:
+            reasoning = self.new_reasoning()
+            thought, text = map("".join, zip(reasoning.add(text), reasoning.flush(), strict=True))
+            more = {"reasoning_content": thought} if thought and self._request.include_reasoning else {}
+        return {"message": {"role": "assistant", "content": text, "refusal": None, **more}}
 
     def delta(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}
+
+    def piece(self, index: int, token: Token, offset: int) -> dict[str, Any] | None:
+        if self.new_reasoning is None:
+            return super().piece(index, token, offset)
+        if index not in self._reasonings:
+            self._reasonings[index] = self.new_reasoning()
+        delta = self._split(*self._reasonings[index].add(token.text))
+        if not delta and not self.has_logprobs:
+            return None
+        logprobs = self.logprobs([token], offset) if self.has_logprobs else None
+        return self.choice(index, {"delta": delta}, logprobs, None)
+
+    def last(self, index: int, reason: str | None) -> dict[str, Any]:
+        reasoning = self._reasonings.pop(index, None)
+        delta = {} if reasoning is None else self._split(*reasoning.flush())
+        return self.choice(index, {"delta": delta}, None, reason)
+
+    def _split(self, thought: str, answered: str) -> dict[str, Any]:
+        thought = thought if self._request.include_reasoning else ""
+        return {name: text for name, text in (("reasoning_content", thought), ("content", answered)) if text}
 
     def logprobs(self, tokens: list[Token], offset: int) -> dict[str, Any]:
         content = []

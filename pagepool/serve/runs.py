@@ -149,7 +149,9 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
             async for token in run.tokens_of(generation):
                 await begin()
                 if token.text or answer.has_logprobs:
-                    await queue.put(chunk(answer.piece(index, token, offset)))
+                    piece = answer.piece(index, token, offset)
+                    if piece is not None:
+                        await queue.put(chunk(piece))
                 offset += len(token.text)
             await begin()
             await queue.put(chunk(answer.last(index, generation.finish_reason)))

@@ -136,6 +136,46 @@ def test_variables_of_the_chat_template_change_the_prompt(served):
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "chat_template_kwargs"
 
 
+class Thinker(Bytes):
+    """Its template opens the thoughts of the model."""
+
+    chat_template = "<think>...</think>"
+
+    def apply_chat_template(self, messages, opens=True, **options):
+        return super().apply_chat_template(messages, **options) + "<think>\n" * opens
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_thoughts_are_apart_from_the_answer(is_open):
+    text = "\nwell,\n\nyes\n</think>\n\nYes. \u00e9"
+    prompt = "user: x\nassistant: " + "<think>\n" * is_open
+    say = says(text if is_open else "<think>" + text)
+    runner = FakeRunner(num_blocks=256, next_token=lambda tokens: say(tokens[len(prompt) - 1 :]))
+    body = {"chat_template_kwargs": {"opens": is_open}}
+    with serving(runner, Thinker()) as served:
+        message = served.chat(temperature=0.0, max_tokens=99, extra_body=body).choices[0].message
+        assert (message.reasoning_content, message.content) == ("well,\n\nyes", "Yes. \u00e9")
+        chunks = list(served.chat(temperature=0.0, max_tokens=99, n=2, stream=True, extra_body=body))
+        deltas = [(choice.index, choice.delta) for chunk in chunks for choice in chunk.choices]
+        for index in (0, 1):
+            found = [delta for number, delta in deltas if number == index]
+            assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in found) == "well,\n\nyes"
+            assert "".join(delta.content or "" for delta in found) == "Yes. \u00e9"
+        message = (
+            served.chat(temperature=0.0, max_tokens=99, extra_body={**body, "include_reasoning": False})
+            .choices[0]
+            .message
+        )
+        assert message.content == "Yes. \u00e9" and not hasattr(message, "reasoning_content")
+        cut = served.chat(temperature=0.0, max_tokens=12, extra_body=body).choices[0]
+        assert cut.finish_reason == "length" and cut.message.content == ""
+        assert text.strip().startswith(cut.message.reasoning_content.strip())
+
+
+def test_a_model_without_thoughts_answers_with_their_tags(served):
+    assert not hasattr(served.chat(max_tokens=5).choices[0].message, "reasoning_content")
+
+
 def test_the_usage_says_why_tokens_were_not_cached(caplog):
     caplog.set_level(logging.INFO, "pagepool")
     config = SchedulerConfig(explain_misses=True)
