@@ -1,4 +1,4 @@
-"""What a model thinks and what it answers: the same for every cut of the text."""
+"""Thoughts and answers of a model are the same for every cut of the text."""
 
 import itertools
 
