@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from pagepool.errors import PoolError, PoolExhausted, refuse_copy
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.budget import MemoryBudget
 from pagepool.memory.kv_pool import KvCachePool
-from pagepool.memory.shared_files import path_of
+from pagepool.memory.shared_files import open_named, path_of
+from pagepool.memory.shared_pages import read_pool
 from pagepool.prefix.cache import PrefixCache
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.keys import listed
@@ -69,7 +71,7 @@ class PageTier:
     The memory is a shared pool, and a `PrefixCache` finds its pages: every token is compared, from the first of the
     prompt on. The pages stay when processes end, also by `kill -9`. A page belongs to `fingerprint.block_size` tokens.
     With a store, pages that were found again or evicted are written to it, and look-ups read what the memory does not
-    have.
+    have. `store` writes pages without waiting for that.
 
     No call fails because the tier is full, the disk fails, or another process was killed: pages are not kept or not
     found, and the logger "pagepool" gets one line. Any thread may call it. After a fork, it finds nothing in the child.
@@ -80,8 +82,8 @@ class PageTier:
         Name of the tier, 1 to 80 letters, digits, `.`, `_` or `-`. Processes with the same name and fingerprint share
         pages.
     max_bytes : int
-        Limit in bytes of the memory, the same in all processes. It is taken at once. A tier of another fingerprint
-        that has this name gives up the pages that no process uses.
+        Limit in bytes of the memory, the same in all processes. It is taken at once. If other processes have a tier of
+        another fingerprint with this name, they give up pages that are not in use until this one has a half.
     fingerprint : Fingerprint
         Identifies everything that pages depend on besides the tokens. It has the bytes and the tokens of a page.
     store : str, path-like or None
@@ -153,12 +155,20 @@ class PageTier:
         self._pages: NDArray[np.uint8] = self._pool.numpy().view(np.uint8)
 
     def _open_pool(self, layout: KvLayout, most: int, digest: str) -> KvCachePool:
-        """Return the pool, with all memory that the budget has: no later call waits until the system finds some."""
-        options: dict[str, Any] = {"shared": f"{self.name}-{digest[:16]}", "fingerprint": digest}
-        pool = KvCachePool.from_layout(layout, 1, max_blocks=most, budget=self._budget, **options)
-        while pool.num_blocks < most and pool.allocator.shared_pages.extend(most - pool.num_blocks, True):
-            pass
-        if pool.num_blocks < most // 2:
+        """Return the pool, with all memory that the budget has: no later call waits until the system finds some.
+
+        Removes pools that no process has: their pages are of former weights. From other pools, takes up to a half.
+        """
+        shared = f"{self.name}-{digest[:16]}"
+        for other in self._budget.pools():
+            if other != shared and not _has_processes(other):
+                path_of(other).unlink(missing_ok=True)
+        options: dict[str, Any] = {"shared": shared, "fingerprint": digest, "budget": self._budget}
+        pool = KvCachePool.from_layout(layout, 1, max_blocks=most, **options)
+        for goal, takes in ((most, False), (most // 2, True)):
+            while pool.num_blocks < goal and pool.allocator.shared_pages.extend(goal - pool.num_blocks, takes):
+                pass
+        if pool.num_blocks < most // 4:
             self._fail("it has little memory", f"{pool.num_blocks} pages of {most}")
         return pool
 
@@ -276,8 +286,11 @@ class PageTier:
     def make_room(self, n: int) -> None:
         """Evict pages until `n` are free, as `put` does. For a process with a store, before another one calls `put`."""
         missing = n - self._allocator.available
-        if missing > 0 and self._cache.evict(missing) < missing and self._pool.reap():
-            self.make_room(n)  # killed processes have released theirs
+        try:
+            if missing > 0 and self._cache.evict(missing) < missing and self._pool.reap():
+                self.make_room(n)  # killed processes have released theirs
+        except PoolError as error:
+            self._fail("nothing is kept", error)
 
     def _allocate(self, refs: BlockRefs, n: int) -> list[int]:
         self.make_room(n)
@@ -301,16 +314,31 @@ class PageTier:
             raise ValueError(f"a page has {self.page_bytes} bytes, got {end}")
         return found
 
+    def store(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> None:
+        """Let a thread write the pages of a prompt that are in memory to the store. Does nothing without a store.
+
+        Parameters and errors as in `match`. Marks the pages as used.
+        """
+        if self._cache.store is None:
+            return
+        row, keys = token_row(tokens), {"cache_salt": cache_salt, "extra_keys": listed(extra_keys)}
+        try:
+            known: int = self._cache.cached_tokens(row, **keys)
+        except PoolError as error:
+            self._fail("nothing is found", error)
+            return
+        self.match(row[:known], **keys).close()
+
     def flush(self, timeout: float | None = None) -> bool:
         """Write every page to the store, and wait for it; return False as `PrefixCache.flush`."""
         return self._cache.flush(timeout)
 
     def clear(self) -> None:
-        """Forget all pages, also those of the store, in all processes. Raises as `PrefixCache.reset_prefix_cache`."""
+        """Forget all pages in all processes, and the pages of the store. Raises as `PrefixCache.reset_prefix_cache`."""
         self._cache.reset_prefix_cache()
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of the `PrefixCache`, and as `store` those of the store or None."""
+        """Return the counters of the `PrefixCache`. The entry `store` has the counters of the store, or None."""
         store = self._cache.store
         return {**self._cache.stats(), "store": None if store is None else store.stats()}
 
@@ -340,3 +368,19 @@ class PageTier:
         if what not in self._faults:
             self._faults.add(what)
             logger.warning("the page tier %s: %s (%s)", self.name, what, why)
+
+
+def _has_processes(name: str) -> bool:
+    """Return whether a process has the pool of this name. True for a file that cannot be read."""
+    try:
+        fd = open_named(name)
+    except PoolError:  # it was replaced by the file of another user
+        return True
+    if fd is None:
+        return True
+    try:
+        return bool(read_pool(fd)["processes"])
+    except OSError:  # it is damaged
+        return True
+    finally:
+        os.close(fd)

@@ -174,18 +174,30 @@ def test_a_match_that_is_deleted_releases_its_pages(name):
     tier.close()
 
 
-def test_another_model_of_the_same_name_finds_nothing_and_gets_the_memory(name):
-    tier = PageTier(name, BYTES, MODEL)
+def test_another_model_of_the_same_name_finds_nothing_and_gets_half_of_the_memory(name):
+    tier = PageTier(name, 2 * BYTES, MODEL)
+    most = tier.stats()["capacity"]
     tokens = list(range(8 * BLOCK))
     serve(tier, tokens)
-    other = PageTier(name, BYTES, OTHER)
-    assert serve(other, tokens) == (0, 8)
-    assert sum(path.stat().st_blocks * 512 for path in files_of(name)) <= BYTES
-    with refuses(ValueError, BYTES, 2 * BYTES):
-        PageTier(name, 2 * BYTES, MODEL)
+    other = PageTier(name, 2 * BYTES, OTHER)
+    assert other.stats()["capacity"] >= most // 2 and tier.stats()["capacity"] > most // 4
+    assert serve(other, tokens) == (0, 8) and serve(tier, tokens)[1] == find(tier, tokens) == 8
+    assert sum(path.stat().st_blocks * 512 for path in files_of(name)) <= 2 * BYTES
+    with refuses(ValueError, 3 * BYTES, 2 * BYTES):
+        PageTier(name, 3 * BYTES, MODEL)
     for each in (tier, other):
         each.check()
         each.close()
+
+
+def test_the_memory_of_former_weights_is_freed_when_no_process_has_it(name):
+    tier = PageTier(name, BYTES, MODEL)
+    most = tier.stats()["capacity"]
+    serve(tier, list(range(8 * BLOCK)))
+    tier.close()
+    other = PageTier(name, BYTES, OTHER)
+    assert other.stats()["capacity"] == most and len(files_of(name)) == 2  # the pool and the budget
+    other.close()
 
 
 def test_wrong_arguments_are_refused_and_nothing_is_kept(name):
@@ -289,6 +301,19 @@ def test_evicted_pages_come_back_from_the_store(name, tmp_path):
         each.close()
 
 
+def test_pages_are_stored_on_request(name, tmp_path):
+    tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
+    tokens = list(range(6 * BLOCK))
+    tier.put(tokens, Pages(tokens, {}))
+    tier.store([*tokens, 1, 2, 3, 4])
+    tier.store([9] * 8)
+    assert tier._cache.link.wait(60)
+    tier.remove()  # without a flush
+    tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
+    assert find(tier, tokens) == 6 and tier.stats()["store"]["written"] == 0
+    tier.close()
+
+
 def test_damaged_pages_of_the_store_are_not_found(name, tmp_path):
     tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
     tokens = list(range(6 * BLOCK))
@@ -318,12 +343,14 @@ def test_a_disk_that_fails_stops_no_call(name, tmp_path, monkeypatch, caplog):
     tier.close()
 
 
-def test_a_child_after_a_fork_finds_and_keeps_nothing(name, caplog):
-    tier = PageTier(name, BYTES, MODEL)
+def test_a_child_after_a_fork_finds_and_keeps_nothing(name, caplog, tmp_path):
+    tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
     tokens = list(range(4 * BLOCK))
     serve(tier, tokens)
 
     def use():
+        tier.make_room(1000)
+        tier.store(tokens)
         assert tier.match(tokens).num_tokens == 0 and tier.put(tokens, Pages(tokens, {})) == 0
         assert "nothing is found" in caplog.text and "nothing is kept" in caplog.text
         os._exit(0)
