@@ -132,9 +132,10 @@ def test_transfer(session):
 
 @nox.session(name="test-vllm")
 def test_vllm(session):
-    """The eviction policy and the disk tier in vLLM's own managers."""
+    """The plug-ins in vLLM's own managers, and engines of vLLM on the CPU that are killed and restarted."""
     install(session, "run", "test", without_dependencies=[WITH_TORCH], options=(*WITH_TORCH[:-1], VLLM))
-    run_in(session, *tests_of(*(f"integrations/test_{name}.py" for name in ("vllm", "vllm_tier", "kv_events"))))
+    names = ("vllm", "vllm_tier", "vllm_steps", "vllm_connector", "kv_events")
+    run_in(session, *tests_of(*(f"integrations/test_{name}.py" for name in names)))
 
 
 @nox.session(name="test-ray")

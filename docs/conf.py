@@ -25,6 +25,7 @@ nitpick_ignore = [
     ("py:class", "pagepool.prefix.checkpoint_index.Stop"),
     ("py:class", "pagepool.memory.hybrid.HeldSlot"),
     ("py:class", "pagepool.engine.intake.Request"),
+    ("py:class", "pagepool.memory.block_refs.BlockRefs"),
 ]
 nitpick_ignore_regex = [("py:.*", r"(?!pagepool\.).*")]
 

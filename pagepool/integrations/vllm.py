@@ -1,8 +1,7 @@
-"""An eviction policy and a disk tier for vLLM's offloading connector.
+"""Plug-ins for vLLM, which imports this module by its path. docs/guide/vllm.md has the commands.
 
-`GittinsCachePolicy` evicts from the CPU tier as `PrefixCache` does, and `PageStoreTier` keeps chunks of the CPU tier in
-a `PageStore`. vLLM imports the module by its path, in the process of its scheduler. Nothing here touches a device.
-docs/guide/vllm.md has the commands.
+`PagepoolConnector` shares pages between engines on CPUs. For the offloading connector of GPUs, `GittinsCachePolicy`
+evicts from the CPU tier as `PrefixCache` does, and `PageStoreTier` keeps chunks of the CPU tier in a `PageStore`.
 """
 
 from __future__ import annotations
@@ -31,20 +30,17 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from pagepool.integrations.vllm_connector import PagepoolConnector
+from pagepool.integrations.vllm_model import digest_of_model, refuse_other_versions
 from pagepool.prefix.eviction import EvictionPolicy
-from pagepool.prefix.fingerprint import Fingerprint, weights_digest
+from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.page_store import PageStore
 
-__all__ = ["GittinsCachePolicy", "PageStoreTier"]
+__all__ = ["GittinsCachePolicy", "PageStoreTier", "PagepoolConnector"]
 
 logger = logging.getLogger("pagepool")
 
-TESTED = ("0.32.",)  # versions of vLLM with this interface
-if not vllm.__version__.startswith(TESTED):
-    raise ImportError(
-        f"pagepool.integrations.vllm was tested with vLLM {TESTED[0]}x, not with {vllm.__version__}: "
-        "through another interface it could evict or change chunks that are being read"
-    )
+refuse_other_versions()
 
 
 @dataclass
@@ -270,17 +266,9 @@ class PageStoreTier(SecondaryTierManager):
 def _describe(spec: Any, weights: str | None, place: Path) -> str:
     """Return what the bytes of a chunk depend on besides its key, as JSON."""
     config = spec.config
-    if weights is None:
-        if not Path(config.model.name).exists():
-            raise ValueError(
-                f"the model {config.model.name!r} is not a directory or file, so its weights have no digest: "
-                "give the tier `weights`, a text that names their revision"
-            )
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        weights = weights_digest(config.model.name, place / "weights.json")
     described = {
         "engine": f"vllm {vllm.__version__}",
-        "weights": weights,
+        "weights": digest_of_model(config.model.name, weights, place),
         "dtype": config.model.dtype,
         "groups": [(group.tokens_per_block, *group.layer_names) for group in config.groups],
         "cache": asdict(config.cache),

@@ -123,6 +123,6 @@ def test_a_process_that_is_killed_while_it_stores_leaves_no_wrong_chunk(tmp_path
 
 
 def test_a_model_without_files_needs_a_name_of_its_weights(tmp_path):
-    with refuses(ValueError, "some/model", "give the tier `weights`"):
+    with refuses(ValueError, "some/model", "`weights`"):
         Tiers(tmp_path, weights=None, spec=spec_of("some/model"))
     assert list(tmp_path.iterdir()) == []
