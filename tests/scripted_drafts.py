@@ -11,7 +11,7 @@ class Scripted:
         self.continuations, self.rng, self.most = continuations, rng, most
         self.costs = SimpleNamespace(note=lambda rows, seconds: None)
 
-    def drafter(self, prompt):
+    def drafter(self, prompt, following):
         return ScriptedDrafter(self.continuations[tuple(prompt)])
 
     def choose(self, drafters):

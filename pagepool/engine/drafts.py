@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
-from math import inf
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pagepool.engine.logits import Logits
@@ -15,6 +15,7 @@ __all__ = ["KINDS", "MAX_DRAFTS", "Acceptance", "Drafter", "Drafts", "Drawn", "S
 
 KINDS = ("ngram",)
 MAX_DRAFTS = 15  # per sequence and step: with the last token one tile of AMX
+MAX_FOLLOWING = 256  # cached tokens that are read at once
 MAX_ROWS = 64  # tokens of a step with drafts
 N = 3  # tokens that must be equal before a prediction
 KEY_BITS = 32  # of a token in the key of an n-gram
@@ -29,6 +30,7 @@ MIN_SAMPLES = 2  # the first step of a size can take longer
 MAX_AGE = 512  # steps after which a cost is measured again
 
 
+Following = Callable[[list[int], int], list[int]]
 Drawn = tuple[int, tuple[float | None, Any]]  # a token and its log probabilities
 
 
@@ -38,17 +40,24 @@ class Acceptance:
     Every prediction is compared with the token that follows, also if it was not fed to the model. So this costs no row
     of a step, and drafts begin only after predictions were right.
 
+    Attributes
+    ----------
+    rates : list of float
+        The probability that a prediction is right, by `place_of` the length of its match.
+
     Examples
     --------
     >>> acceptance = Acceptance()
     >>> for _ in range(8):
     ...     acceptance.note(length=3, is_right=True)
     >>> acceptance.note(length=9, is_right=False)
-    >>> [round(rate, 2) for rate in acceptance.rates()]
+    >>> acceptance.measure()
+    >>> [round(rate, 2) for rate in acceptance.rates]
     [0.0, 0.0, 0.79, 0.79, 0.53, 0.53, 0.53, 0.53]
     """
 
     def __init__(self) -> None:
+        self.rates = [0.0] * NUM_LENGTHS
         self._right = [0.0] * NUM_LENGTHS
         self._all = [0.0] * NUM_LENGTHS
 
@@ -58,16 +67,11 @@ class Acceptance:
         self._right[place] = self._right[place] * FORGET + is_right
         self._all[place] = self._all[place] * FORGET + 1.0
 
-    def rates(self) -> list[float]:
-        """Return the probability that a prediction is right, by `place_of` the length of its match.
-
-        Until there are predictions, it is 0, or that of shorter matches.
-        """
-        found, rate = [], 0.0
-        for right, count in zip(self._right, self._all, strict=True):
-            rate = (right + NEW * rate) / (count + NEW)
-            found.append(rate)
-        return found
+    def measure(self) -> None:
+        """Set `rates`. Until there are predictions, a rate is 0, or the rate of shorter matches."""
+        rate = 0.0
+        for place, (right, count) in enumerate(zip(self._right, self._all, strict=True)):
+            self.rates[place] = rate = (right + NEW * rate) / (count + NEW)
 
 
 def place_of(length: int) -> int:
@@ -78,17 +82,17 @@ def place_of(length: int) -> int:
 class StepCosts:
     """Seconds of the model for steps of decodes, by their number of tokens. A cost is the least of the last few steps.
 
-    A number of tokens that was not measured yet, or not recently, costs as little as the next lower one: so it is
-    tried.
+    Costs between two measured ones are interpolated, and measurements expire. Before any step with drafts was measured,
+    drafts cost nothing: so they are tried.
 
     Examples
     --------
     >>> costs = StepCosts()
     >>> for _ in range(2):
-    ...     costs.note(rows=1, seconds=0.010)
-    ...     costs.note(rows=3, seconds=0.012)
-    >>> costs.costs(1, 4)
-    [0.01, 0.01, 0.012, 0.012]
+    ...     costs.note(rows=1, seconds=1.0)
+    ...     costs.note(rows=3, seconds=2.0)
+    >>> costs.costs(1, 5)
+    [1.0, 1.5, 2.0, 2.5, 3.0]
     """
 
     def __init__(self) -> None:
@@ -104,17 +108,22 @@ class StepCosts:
             self._measured_at[rows] = self._now
 
     def costs(self, first: int, last: int) -> list[float]:
-        """Return the costs of steps of `first` to `last` tokens, 0 if no such small step was measured.
+        """Return the costs of steps of `first` to `last` tokens; zeros if `first` was not measured.
 
         A step that took longer than one with more tokens was disturbed: it gets the cost of the larger one.
         """
-        found = [self._cost(rows) for rows in range(first, last + 1)]
-        least = inf
-        for place in reversed(range(len(found))):
-            if found[place]:
-                found[place] = least = min(found[place], least)
-        for place in range(1, len(found)):
-            found[place] = found[place] or found[place - 1]
+        count = last - first + 1
+        known = [(place, cost) for place in range(count) if (cost := self._cost(first + place))]
+        if not known or known[0][0]:
+            return [0.0] * count
+        for at in reversed(range(len(known) - 1)):
+            known[at] = known[at][0], min(known[at][1], known[at + 1][1])
+        found = [known[0][1]]
+        for (left, low), (right, high) in pairwise(known):
+            slope = (high - low) / (right - left)
+            found += [low + slope * step for step in range(1, right - left + 1)]
+        slope = (known[-1][1] - known[0][1]) / max(1, known[-1][0])
+        found += [known[-1][1] + slope * step for step in range(1, count - len(found) + 1)]
         return found
 
     def _cost(self, rows: int) -> float:
@@ -124,31 +133,90 @@ class StepCosts:
         return min(samples) if len(samples) >= MIN_SAMPLES else 0.0
 
 
+class Match:
+    """Earlier tokens that are equal to the last tokens of a request: the ones after them are its predictions.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The earlier text, which may be the text of the request itself and grow.
+    place : int
+        Place of the predicted next token in `tokens`; -1 without a prediction.
+    length : int
+        Number of equal tokens.
+    """
+
+    def __init__(self, acceptance: Acceptance) -> None:
+        self._acceptance = acceptance
+        self.tokens: list[int] = []
+        self.place = -1
+        self.length = 0
+
+    def begin(self, tokens: list[int], place: int, length: int) -> None:
+        """Predict the tokens from `place` on."""
+        self.tokens, self.place, self.length = tokens, place, length
+
+    def check(self, token: int) -> None:
+        """Compare the prediction with the next token. It ends if they differ, or at the end of the earlier text."""
+        if self.place >= 0:
+            is_right = self.tokens[self.place] == token
+            self._acceptance.note(self.length, is_right)
+            self.length = self.length + 1 if is_right else 0
+            self.place = self.place + 1 if is_right and self.place + 1 < len(self.tokens) else -1
+
+    def rate(self) -> float:
+        """Return the probability that the prediction is right, 0 without one."""
+        return self._acceptance.rates[place_of(self.length)] if self.place >= 0 else 0.0
+
+    def gains(self, most: int) -> list[float]:
+        """Return the probability of each of the next `most` predictions that it and all before it are right."""
+        found: list[float] = []
+        gain = 1.0
+        if self.place >= 0:
+            for length in range(self.length, self.length + most):
+                gain *= self._acceptance.rates[place_of(length)]
+                if gain < LEAST:
+                    break
+                found.append(gain)
+        return found
+
+    def predict(self, count: int) -> list[int]:
+        """Return the next `count` tokens. A text that repeats itself is predicted to go on so."""
+        period = len(self.tokens) - self.place
+        return [self.tokens[self.place + step % period] for step in range(count)]
+
+
 class Drafter:
-    """Predicts the next tokens of one request: those that followed its last tokens earlier in its own text.
+    """Predicts the next tokens of one request.
+
+    Predictions are the tokens that followed the last three tokens in the request's own text. If all tokens of the
+    request begin a cached text, the tokens of that text are predicted instead while they are right more often.
 
     Parameters
     ----------
     tokens : iterable of int
         The prompt.
-    acceptance : Acceptance
-        Counts the predictions.
+    own, cached : Acceptance
+        Count the predictions of both kinds.
+    following : callable, optional
+        Called with a list of tokens and a maximum number: returns the tokens that followed them in a cached text.
 
     Examples
     --------
-    >>> drafter = Drafter([1, 2, 3, 4, 5, 9, 1, 2], Acceptance())
+    >>> drafter = Drafter([1, 2, 3, 4, 5, 9, 1, 2], Acceptance(), Acceptance())
     >>> drafter.add(3)
-    >>> drafter.predict(4)
+    >>> drafter.match.predict(4)
     [4, 5, 9, 1]
     """
 
-    def __init__(self, tokens: Iterable[int], acceptance: Acceptance) -> None:
-        self._acceptance = acceptance
+    def __init__(
+        self, tokens: Iterable[int], own: Acceptance, cached: Acceptance, following: Following | None = None
+    ) -> None:
+        self._own, self._cached = Match(own), Match(cached)
+        self._following = following  # None after a text that no cached text begins with
         self._tokens: list[int] = []
         self._places: dict[int, int] = {}  # the place after the last occurrence of each n-gram
         self._key = 0
-        self._next = -1  # place of the predicted token, which is equal to the next one if the match goes on
-        self._length = 0  # of the match
         self.num_new = 0  # tokens that were added
         for token in tokens:
             self._note(token)
@@ -156,14 +224,20 @@ class Drafter:
     def add(self, token: int) -> None:
         """Add the next token of the text."""
         self.num_new += 1
-        if self._next >= 0:
-            is_right = self._tokens[self._next] == token
-            self._acceptance.note(self._length, is_right)
-            self._next = self._next + 1 if is_right else -1
-            self._length += 1
         earlier = self._note(token)
-        if self._next < 0:
-            self._next, self._length = earlier, N
+        self._own.check(token)
+        if self._own.place < 0:
+            self._own.begin(self._tokens, earlier, N)
+        self._cached.check(token)
+        if self._cached.place < 0 and self._following is not None:
+            tokens = self._following(self._tokens, MAX_FOLLOWING)
+            self._cached.begin(tokens, 0 if tokens else -1, self._cached.length)
+            self._following = self._following if tokens else None
+
+    @property
+    def match(self) -> Match:
+        """The match with the more reliable predictions."""
+        return self._cached if self._cached.rate() > self._own.rate() else self._own
 
     def _note(self, token: int) -> int:
         """Append a token. Return the place after the earlier occurrence of the last n tokens, -1 without one."""
@@ -176,38 +250,18 @@ class Drafter:
         self._places[self._key] = count
         return earlier
 
-    def gains(self, most: int, rates: Sequence[float]) -> list[float]:
-        """Return the probability of each of the next `most` predictions that it and all before it are right.
-
-        `rates` is `Acceptance.rates()`.
-        """
-        found: list[float] = []
-        gain = 1.0
-        if self._next >= 0:
-            for length in range(self._length, self._length + most):
-                gain *= rates[place_of(length)]
-                if gain < LEAST:
-                    break
-                found.append(gain)
-        return found
-
-    def predict(self, count: int) -> list[int]:
-        """Return the next `count` tokens. A text that repeats itself is predicted to go on so."""
-        period = len(self._tokens) - self._next
-        return [self._tokens[self._next + place % period] for place in range(count)]
-
 
 class Drafts:
     """Chooses the drafts of a step: as many as raise the expected number of tokens per second of all requests."""
 
     def __init__(self, most: int = MAX_DRAFTS) -> None:
         self.most = most
-        self.acceptance = Acceptance()
+        self.own, self.cached = Acceptance(), Acceptance()
         self.costs = StepCosts()
 
-    def drafter(self, prompt: Iterable[int]) -> Drafter:
+    def drafter(self, prompt: Iterable[int], following: Following | None = None) -> Drafter:
         """Return the drafter of a new request."""
-        return Drafter(prompt, self.acceptance)
+        return Drafter(prompt, self.own, self.cached, following)
 
     def choose(self, drafters: Mapping[int, Drafter]) -> dict[int, list[int]]:
         """Return the drafts of the next step.
@@ -226,8 +280,10 @@ class Drafts:
         room = MAX_ROWS - decodes
         if room <= 0:
             return {}
-        rates = self.acceptance.rates()
-        gains = [(gain, seq_id) for seq_id, drafter in drafters.items() for gain in drafter.gains(self.most, rates)]
+        self.own.measure()
+        self.cached.measure()
+        matches = {seq_id: drafter.match for seq_id, drafter in drafters.items()}
+        gains = [(gain, seq_id) for seq_id, match in matches.items() for gain in match.gains(self.most)]
         if not gains:
             return {}
         gains.sort(key=_gain, reverse=True)  # stable: the first drafts of a sequence stay before its later ones
@@ -236,7 +292,7 @@ class Drafts:
         counts: dict[int, int] = {}
         for _, seq_id in gains[:count]:
             counts[seq_id] = counts.get(seq_id, 0) + 1
-        return {seq_id: drafters[seq_id].predict(number) for seq_id, number in counts.items()}
+        return {seq_id: matches[seq_id].predict(number) for seq_id, number in counts.items()}
 
 
 def verify(

@@ -32,6 +32,7 @@ from pagepool.engine.sampling import Sampler, check_logits, sampling_defaults_of
 from pagepool.engine.tokenizing import stop_token_ids_of
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.memory.budget import MemoryBudget
+from pagepool.prefix.following import following
 
 __all__ = ["Engine"]
 
@@ -104,10 +105,11 @@ class Engine(Intake):
         A limit in bytes for the shared pools of several models, for a `shared_pool` with a name. The pool grows and
         shrinks within it, up to `num_blocks` or `pool_bytes`; by default it may have all of it.
     drafts : {"ngram"}, optional
-        Speculative decoding: "ngram" predicts the next tokens of a request from its prompt and output, and the model
-        verifies several in one step. The generated tokens are the same. The engine measures how often predictions are
-        right and what a step with more tokens costs, and drafts only where this raises the tokens per second. At most
-        `config.lookahead` drafts per sequence and step, 15 by default. Not for models with recurrent states.
+        Speculative decoding: "ngram" predicts the next tokens of a request from its own tokens and from cached texts
+        of the same salt, and the model verifies several in one step. The generated tokens are the same. The engine
+        measures how often predictions are right and the cost of steps with more tokens, and drafts only where this
+        raises the tokens per second. At most `config.lookahead` drafts per sequence and step, 15 by default. Not for
+        models with recurrent states.
 
     Attributes
     ----------
@@ -302,7 +304,7 @@ class Engine(Intake):
         run, and the request's random generator continues where that run stopped.
         """
         integer("num_generated", num_generated, 0, len(request.prompt))
-        drafter = None if self._drafts is None else self._drafts.drafter(request.prompt)
+        drafter = None if self._drafts is None else self._drafts.drafter(request.prompt, self._following(options))
         if os.getpid() != self._pid:  # before the lock, which a thread of the parent may have held
             raise EngineClosed(f"the engine runs in process {self._pid}, and this is a child of it: make a new engine")
         with self._changed:
@@ -548,6 +550,16 @@ class Engine(Intake):
                 self._fail(piece[0], error)
         self._end_finished()
         self._seconds["step_seconds"] += perf_counter() - began
+
+    def _following(self, options: dict[str, Any]) -> Any:
+        """Return a function for a `Drafter`: the tokens that followed some tokens in a cached text of the same salt."""
+        if self.prefix_cache is None:
+            return None
+        cache, salt = self.prefix_cache, options.get("cache_salt")
+        keys = (
+            (0,) if len(self.runner.groups or ()) > 1 else ()
+        )  # as the scheduler caches the blocks of the first group
+        return lambda tokens, most: following(cache, tokens, most, cache_salt=salt, extra_keys=keys).tolist()
 
     def _choose_drafts(self) -> dict[int, list[int]]:
         """Return the drafts of the next step, by sequence id."""

@@ -37,6 +37,12 @@ PARAMS = {
 }
 
 
+def with_free_rows(engine):
+    """Let drafts cost nothing, whatever the steps of the machine take."""
+    engine._drafts.costs.costs = lambda first, last: [1.0] * (last - first + 1)
+    return engine
+
+
 def outcome(generation):
     """Return the tokens, texts, log probabilities, finish reason and error of a generation."""
     reason = reason_of(generation)
@@ -177,12 +183,61 @@ def test_a_tokenizer_that_fails_at_an_accepted_draft_ends_the_request_once():
 
 def test_an_own_text_that_repeats_itself_takes_fewer_steps():
     text = "the quick brown fox jumps over the lazy dog. " * 6
-    with Engine(FakeRunner(256, next_token=says(text + 20 * "?")), Bytes(), drafts="ngram") as engine:
+    runner = FakeRunner(256, next_token=says(text + 20 * "?"))
+    with with_free_rows(Engine(runner, Bytes(), drafts="ngram")) as engine:
         generation = engine.submit([65], SamplingParams(len(text))).result(SECONDS)
         stats = engine.stats()
         assert generation.text == text
         assert stats["scheduler"]["steps"] < stats["generated_tokens"] / 2
         assert stats["accepted_tokens"] == generation.num_accepted > len(text) / 2
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_an_answer_that_was_cached_is_drafted_for_its_own_tenant_alone(seed):
+    """Random texts repeat no three tokens: only the cached texts of earlier requests can predict them."""
+    params = SamplingParams(120, temperature=0.0 if seed is None else 0.7, seed=seed)
+
+    def ask(engine, salt):
+        before = engine.scheduler.num_steps
+        generation = engine.submit([65, 66, 67], params, cache_salt=salt).result(SECONDS)
+        return generation.token_ids, engine.scheduler.num_steps - before
+
+    with with_free_rows(Engine(FakeRunner(512), drafts="ngram")) as engine:
+        text, steps = ask(engine, "a")
+        assert steps > 110
+        for _ in range(3):
+            ask(engine, "a")
+        again, steps = ask(engine, "a")
+        assert again == text and steps < 60
+        other, steps = ask(engine, "b")
+        assert other == text and steps > 110
+        engine.check()
+
+
+def test_an_own_prediction_is_used_while_it_is_right_more_often_than_a_cached_one():
+    own, cached = Acceptance(), Acceptance()
+    asked = []
+
+    def following(tokens, most):
+        asked.append(list(tokens))
+        return [] if len(tokens) > 9 else [7, 8, 7, 8]
+
+    drafter = Drafter([1, 2, 3, 4, 5], own, cached, following)
+    for token in (6, 1, 2, 3):  # each prediction of the cached text is wrong
+        drafter.add(token)
+    assert asked == [[1, 2, 3, 4, 5, 6, 1, 2, 3][:end] for end in (6, 7, 8, 9)]
+    for _ in range(9):
+        own.note(3, True)
+    own.measure()
+    cached.measure()
+    assert drafter.match.predict(3) == [4, 5, 6]
+    for _ in range(99):
+        cached.note(0, True)
+    cached.measure()
+    assert drafter.match.predict(3) == [7, 8, 7]
+    drafter.add(4)
+    drafter.add(9)
+    assert len(asked) == 5 and drafter.match.place < 0  # no cached text goes on
 
 
 def test_wrong_arguments_are_refused_and_a_runner_with_recurrent_states_is_named():
@@ -207,7 +262,8 @@ def test_drafts_are_at_most_the_lookahead_of_the_config():
             return super().forward(tokens, sequences, keep)
 
     text = "0123456789" * 20
-    with Engine(Counting(256, next_token=says(text)), config=SchedulerConfig(lookahead=4), drafts="ngram") as engine:
+    runner = Counting(256, next_token=says(text))
+    with with_free_rows(Engine(runner, config=SchedulerConfig(lookahead=4), drafts="ngram")) as engine:
         engine.submit([65], SamplingParams(180)).result(SECONDS)
     assert max(fed) == 5
 
@@ -259,7 +315,7 @@ def assert_drawn_from(counts, expected):
 @examples(100)
 @given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(0, 3), min_size=1, max_size=40))
 def test_a_prediction_is_what_followed_the_last_occurrence_of_the_last_tokens(prompt, new):
-    drafter = Drafter(prompt, Acceptance())
+    drafter = Drafter(prompt, Acceptance(), Acceptance())
     text = list(prompt)
     place = length = None
     for token in new:
@@ -270,13 +326,14 @@ def test_a_prediction_is_what_followed_the_last_occurrence_of_the_last_tokens(pr
         if place is None:
             ends = [end for end in range(3, len(text)) if text[end - 3 : end] == text[-3:]]
             place, length = (ends[-1], 3) if ends and len(text) > 3 else (None, None)
-        assert len(drafter.gains(4, [1.0] * 8)) == (0 if place is None else 4)
+        drafter._own._acceptance.rates = [1.0] * 8
+        assert len(drafter.match.gains(4)) == (0 if place is None else 4)
         if place is not None:
             assert text[place - min(length, 3) : place] == text[len(text) - min(length, 3) :]
             expected = list(text)
             for step in range(5):
                 expected.append(expected[place + step])
-            assert drafter.predict(5) == expected[len(text) :]
+            assert drafter.match.predict(5) == expected[len(text) :]
 
 
 def test_drafts_begin_only_after_predictions_were_right_and_end_when_they_are_wrong():
@@ -293,7 +350,8 @@ def test_drafts_begin_only_after_predictions_were_right_and_end_when_they_are_wr
         for token in (1, 2, 3, 9):
             drafter.add(token)
             drafter.add(token + 10)
-    assert drafts.acceptance.rates()[2] < 0.5
+    drafts.own.measure()
+    assert drafts.own.rates[2] < 0.5
 
 
 @pytest.mark.parametrize(("per_row", "some"), [(0.01, True), (2.0, False)])
@@ -312,15 +370,15 @@ def test_a_disturbed_step_does_not_cost_more_than_one_with_more_tokens():
     for rows, seconds in ((2, 1.0), (4, 7.0), (9, 3.0)):
         costs.note(rows, seconds)
         costs.note(rows, 2 * seconds)
-    assert costs.costs(2, 10) == [1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0]
-    assert costs.costs(1, 3) == [0.0, 1.0, 1.0] and best_count(1, [0.9, 0.9], costs.costs(1, 3)) == 0
+    assert costs.costs(2, 10) == pytest.approx([1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0 + 2 / 7])
+    assert costs.costs(1, 3) == [0.0, 0.0, 0.0] and best_count(1, [0.9, 0.9], costs.costs(1, 3)) == 0
 
 
 def test_a_cost_is_measured_again_after_a_while():
     costs = StepCosts()
     for rows, seconds in ((1, 1.0), (1, 1.0), (4, 9.0), (4, 9.0)):
         costs.note(rows, seconds)
-    assert costs.costs(1, 5) == [1.0, 1.0, 1.0, 9.0, 9.0]
+    assert costs.costs(1, 5) == pytest.approx([1.0, 1.0 + 8 / 3, 1.0 + 16 / 3, 9.0, 9.0 + 8 / 3])
     for _ in range(MAX_AGE + 1):
         costs.note(1, 1.0)
     assert costs.costs(1, 5) == [1.0] * 5

@@ -6,7 +6,10 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from refusals import refuses
+from share import examples
 
 from pagepool import (
     BlockAllocator,
@@ -18,6 +21,7 @@ from pagepool import (
     PrefixCache,
     reference,
 )
+from pagepool.prefix.following import following
 
 POLICIES = ["lru", "gittins"]
 
@@ -516,4 +520,26 @@ def test_nothing_is_cached_of_an_epoch_that_a_reset_or_a_discard_has_ended(eithe
         assert (cache.discard([]), cache.evict(1), cache.epoch) == (0, 0, epoch)
         cache.reset_prefix_cache()
     assert cache.cache_blocks(tokens, blocks) == 2  # without an epoch: the caller knows that the blocks are right
+    cache.check()
+
+
+@examples(60)
+@given(st.data())
+def test_following_tokens_are_those_of_a_cached_text_of_the_same_salt(data):
+    size = data.draw(st.integers(1, 4))
+    cache = PrefixCache(BlockAllocator(200), size)
+    texts = data.draw(st.lists(st.lists(st.integers(0, 1), max_size=14), max_size=6))
+    known = []
+    for number, text in enumerate(texts):
+        blocks = cache.allocator.allocate_n(len(text) // size)
+        cache.cache_blocks(text, blocks, cache_salt=number % 2)
+        cache.allocator.free(blocks)
+        known.append((number % 2, text[: len(text) // size * size]))
+    for salt in (0, 1):
+        for begin in [[], *data.draw(st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=4)), *texts]:
+            most = data.draw(st.integers(0, 9))
+            found = following(cache, begin, most, cache_salt=salt).tolist()
+            rests = [text[len(begin) :] for own, text in known if own == salt and text[: len(begin)] == begin]
+            assert len(found) <= most and (not found or any(rest[: len(found)] == found for rest in rests))
+            assert found or not most or not begin or not any(rests)
     cache.check()
