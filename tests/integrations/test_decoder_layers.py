@@ -196,7 +196,8 @@ def test_the_exception_of_a_product_is_raised():
 
 
 def test_wrong_tables_and_pools_are_refused():
-    layers, world = Model(0, False).layers(), World()
+    model, world = Model(0, False), World()
+    layers = model.layers()
     with pytest.raises(ValueError, match=r"6 slots for 5 rows"):
         world.run(layers, rows=5)
     with pytest.raises(ValueError, match=r"in 1 groups, not 0"):
@@ -215,7 +216,8 @@ def test_wrong_tables_and_pools_are_refused():
 
 
 def test_checked_mode_refuses_free_blocks_and_shared_slots():
-    layers, world = Model(0, False).layers(), World(checked=True)
+    model, world = Model(0, False), World(checked=True)
+    layers = model.layers()
     world.run(layers)
     fork = world.sequences[1].fork()
     with pytest.raises(InvalidSlot, match="references"):

@@ -121,7 +121,7 @@ cdef uint16_t *multiply(void *context, int32_t layer, int32_t place) noexcept wi
 
 
 cdef class DecoderLayers:
-    """The decoder layers of a model, which one call of C computes: csrc/step.h.
+    """The decoder layers of a model, which one call of C computes: csrc/step.h. The caller keeps the memory of weights.
 
     Parameters
     ----------
