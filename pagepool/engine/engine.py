@@ -505,6 +505,8 @@ class Engine(Intake):
         self._note_begun(requests)
         slots = zip(batch.seq_ids, batch.lookahead, strict=True)
         fed = [drafts[seq_id][:count] if count else [] for seq_id, count in slots]
+        for running in requests:
+            running.sampler.begin()
         model_began, cpu_began = perf_counter(), thread_time()
         try:
             rows, ends = self._run_model(batch, requests, fed)

@@ -284,6 +284,11 @@ class Sampler:
             for _ in range(num_drawn):
                 self._random.random()
 
+    def begin(self) -> None:
+        """Start to compute the mask of `structured` in a thread, before the model computes the logits."""
+        if self._matcher is not None:
+            self._matcher.begin()
+
     def sample(self, logits: Any) -> int:
         """Choose the next token.
 

@@ -267,7 +267,7 @@ class Grammar:
 class Matcher:
     """The state of one request in its grammar.
 
-    A thread takes each token and computes the mask of the next one, while the model runs. Calls must not overlap.
+    `begin` computes the mask of the next token in a thread, while the model runs. Calls must not overlap.
     """
 
     def __init__(
@@ -277,14 +277,14 @@ class Matcher:
         self._stop_token_ids, self._faults = stop_token_ids, list[str]()
         self._bits = np.empty(-(-len(bias) // 32), np.int32)
         self._job: Future[None] | None = None
+        self._tokens: list[int] = []  # not taken yet
 
     def copied(self, output: Sequence[int]) -> Matcher:
         """Return another matcher, behind `output`."""
         state, bias = self._state.deep_copy(), self._bias.copy()
         found = Matcher(self._kind, state, bias, self._stop_token_ids, self._masks)
         found._faults = self._faults
-        if output:
-            found._job = self._masks.submit(found._advance, output)
+        found._tokens = list(output)
         return found
 
     def masked(self, logits: Any) -> Any:
@@ -293,21 +293,33 @@ class Matcher:
         Call it once for each token: the result is in the memory of the mask, until `add`. Raises `RequestRejected` if
         llguidance gives up, because the grammar exceeds its limits at this token.
         """
-        self._wait()
+        if self._tokens:  # `begin` was not called: a draft was right
+            self._job, tokens = Future(), self._take()
+            try:
+                self._advance(tokens)
+                self._job.set_result(None)
+            except RequestRejected as error:
+                self._job.set_exception(error)
+        if self._job is not None:
+            self._job.result()
         mask = self._bias[: len(logits)]
         return np.add(logits, mask, out=mask)
 
     def add(self, token: int) -> None:
-        """Take a token that the mask allows. Returns at once."""
-        self._wait()
-        self._job = self._masks.submit(self._advance, (token,))
+        """Add a token that the mask allows."""
+        self._tokens.append(token)
 
-    def _wait(self) -> None:
-        if self._job is not None:
-            self._job.result()
+    def begin(self) -> None:
+        """Take the tokens that were added, and compute the next mask. Returns at once."""
+        if self._tokens:
+            self._job = self._masks.submit(self._advance, self._take())
+
+    def _take(self) -> list[int]:
+        tokens, self._tokens = self._tokens, []
+        return tokens
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        """Take tokens and compute the next mask. Runs in the thread of the masks."""
+        """Take tokens and compute the next mask."""
         state, bits, began = self._state, self._bits, thread_time()
         try:
             if state.consume_tokens(list(tokens)):
