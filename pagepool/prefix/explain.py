@@ -74,7 +74,7 @@ class Explanation:
         Tokens that were found.
     parts : tuple of MissedPart
         What was not found, in order and without gaps: `found` is the begin of the first part, and the last one ends at
-        `num_tokens`. `pagepool.prefix.explain.REASONS` has all reasons.
+        `num_tokens`. The module has all reasons in ``REASONS``.
     divergence : Divergence or None
         For a part with the reason "diverges".
     evicted_ago : float or None
