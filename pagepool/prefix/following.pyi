@@ -6,6 +6,8 @@ from numpy.typing import NDArray
 
 from pagepool.prefix.cache import PrefixCache
 
+__all__ = ["following"]
+
 def following(
     cache: PrefixCache,
     tokens: Any,

@@ -440,7 +440,7 @@ def test_the_process_ends_with_status_1_when_the_engine_fails_or_a_step_hangs():
 import time
 from pagepool.cli import main
 from pagepool.scheduling.scheduler import Scheduler
-def schedule(self):
+def schedule(self, drafts):
     {broken}
 Scheduler.schedule = schedule
 raise SystemExit(main(["serve", "--port", "0", "--threads", "1", "--step-timeout", "1"]))
