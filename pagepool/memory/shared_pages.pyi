@@ -1,6 +1,6 @@
 from typing import Any
 
-__all__ = ["change_limit", "read_pool"]
+__all__ = ["GRAIN", "change_limit", "cost_of", "read_pool", "reclaim"]
 
 GRAIN: int
 

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pagepool._arguments import wrong
 from pagepool.errors import PoolError, StaleHandle
 
-__all__ = ["change_limit", "read_pool"]
+__all__ = ["GRAIN", "change_limit", "cost_of", "read_pool", "reclaim"]
 
 cdef extern from "errno.h" nogil:
     enum:
