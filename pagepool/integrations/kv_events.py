@@ -109,6 +109,7 @@ class KvEventPublisher:
         self._is_closed = False
         context = zmq.Context.instance()
         self._publish, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
+        self._replay.set_hwm(0)  # a ROUTER socket drops what exceeds its limit, 1,000 messages by default
         try:
             self._publish.bind(endpoint)
             self.endpoint = self._publish.getsockopt_string(zmq.LAST_ENDPOINT)

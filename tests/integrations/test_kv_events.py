@@ -158,6 +158,20 @@ def test_kept_messages_are_bounded(monkeypatch):
         assert sum(len(payload) for _, payload in found) <= 1000 and found[0][0] > 0
 
 
+def test_a_replay_has_all_kept_messages(monkeypatch):
+    monkeypatch.setattr(kv_events, "MOST_BLOCKS", 1)
+    allocator = BlockAllocator(20_000)
+    cache = PrefixCache(allocator, block_size=2, max_events=8)
+    cache.cache_blocks(range(40_000), allocator.allocate_n(20_000))
+    with opened(cache) as publisher:
+        found = []
+        while not found:
+            found = asked(publisher, 0)
+        while len(more := asked(publisher, 0)) > len(found):
+            found = more
+        assert [number for number, _ in found] == list(range(20_001))
+
+
 def test_vllm_reads_a_million_events():
     events = pytest.importorskip("vllm.distributed.kv_events", reason="vllm is not installed: make test-vllm")
     decode = msgspec.msgpack.Decoder(events.KVEventBatch).decode
