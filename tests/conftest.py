@@ -10,6 +10,7 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
+import fork_with_asan  # noqa: F401
 import pytest
 from share import SHARE, WHOLE
 

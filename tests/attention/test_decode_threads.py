@@ -13,6 +13,7 @@ from pagepool import KvLayout
 FORK = """
 import os, sys
 import numpy as np
+import fork_with_asan
 from paged_cases import make_case
 from pagepool import KvLayout
 
