@@ -141,7 +141,8 @@ static void follow(pp_shared *view, int32_t *counts, tally *seen) {
     }
     const int64_t n = pp_index_hold(view, 8, &names, counts, blocks, &next);
     for (int64_t i = 0; i < n; i++) {
-        expect(pp_shared_is_held_elsewhere(view, blocks[i]) || view->words[blocks[i]] & view->bit, "a hold", seen);
+        const uint64_t word = __atomic_load_n(&view->words[blocks[i]], __ATOMIC_ACQUIRE);
+        expect((word & view->bit) != 0, "a hold", seen);
         give_back(view, blocks[i], counts);
     }
 }
