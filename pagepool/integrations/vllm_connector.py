@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -111,7 +112,7 @@ class PagepoolConnector(KVConnectorBase_V1):
         self._size = self._tier.block_size
         # Used by the scheduler:
         self._requests: dict[str, Any] = {}  # requests that use the tier
-        self._matches: dict[str, tuple[TierMatch, int]] = {}  # of waiting requests, with the blocks that vLLM has
+        self._matches: dict[str, tuple[Future[TierMatch], int]] = {}  # of waiting requests, with vLLM's own blocks
         self._num_saved: dict[str, int] = {}  # blocks of a request that were loaded or handed to `put`
         self._loads: list[_Copy] = []
         self._held: list[TierMatch] = []  # matches that the next step reads
@@ -134,25 +135,31 @@ class PagepoolConnector(KVConnectorBase_V1):
             self._requests[request.request_id] = request
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens behind the computed ones the tier has, and False: the step loads them."""
+        """Return how many tokens behind the computed ones the tier has, and False: the step loads them.
+
+        Returns None while a thread reads pages from the store. vLLM runs other requests and asks again.
+        """
         if request.request_id not in self._requests or request.skip_reading_prefix_cache:
             return 0, False
-        found, _ = self._matches.pop(request.request_id, (None, 0))
-        if found is None:
+        match, _ = self._matches.pop(request.request_id, (None, 0))
+        if match is None:
             most = (request.num_tokens - 1) // self._size  # vLLM must compute one token
-            found = self._tier.match(self._tokens(request, most), cache_salt=request.cache_salt)
-        if found.num_tokens <= num_computed_tokens:
-            found.close()
+            match = self._tier.submit_match(self._tokens(request, most), cache_salt=request.cache_salt)
+        num_found = match.result().num_tokens if match.done() else None
+        if num_found is not None and num_found <= num_computed_tokens:
+            match.result().close()
             return 0, False
-        self._matches[request.request_id] = found, num_computed_tokens // self._size
-        return found.num_tokens - num_computed_tokens, False
+        self._matches[request.request_id] = match, num_computed_tokens // self._size
+        return None if num_found is None else num_found - num_computed_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the load of a request that vLLM has found blocks for."""
-        found, first = self._matches.pop(request.request_id, (None, 0))
-        if found is None or not num_external_tokens:
-            if found is not None:
-                found.close()
+        match, first = self._matches.pop(request.request_id, (None, 0))
+        if match is None:
+            return
+        found = match.result()  # vLLM knows the number of its tokens
+        if not num_external_tokens:
+            found.close()
             return
         end = first + num_external_tokens // self._size
         [block_ids] = blocks.get_block_ids()
@@ -185,9 +192,9 @@ class PagepoolConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Let the store write the pages of a request that has ended. vLLM frees its blocks now."""
-        found, _ = self._matches.pop(request.request_id, (None, 0))
-        if found is not None:
-            found.close()
+        match, _ = self._matches.pop(request.request_id, (None, 0))
+        if match is not None and not match.cancel():
+            match.add_done_callback(lambda done: done.result().close())
         end = self._num_saved.pop(request.request_id, 0)
         if self._requests.pop(request.request_id, None) is not None and end:
             self._tier.store(self._tokens(request, end), cache_salt=request.cache_salt)

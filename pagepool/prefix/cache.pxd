@@ -28,7 +28,9 @@ cdef class PrefixCache:
     cdef int open_store(self, store) except -1
     # Call it before pages are read from the store or written to it.
     cdef int follow(self) except -1
-    cdef tuple match(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
+    cdef tuple match(
+        self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use, bint reads=*
+    )
     cdef tuple match_cached(self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use)
 
     # Call the functions below inside the critical section of the cache, or while no other thread calls the cache.

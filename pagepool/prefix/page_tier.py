@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,8 @@ class PageTier:
 
     The memory is a shared pool, and a `PrefixCache` finds its pages: every token is compared, from the first of the
     prompt on. The pages stay when processes end, also by `kill -9`. A page belongs to `fingerprint.block_size` tokens.
-    With a store, pages that were found again or evicted are written to it, and look-ups read what the memory does not
-    have. `store` writes pages without waiting for that.
+    With a store, pages that were found again or evicted are written to it, and look-ups read pages from it that the
+    memory does not have. `submit_match` reads them in a thread. `store` writes pages without waiting for that.
 
     No call fails because the tier is full, the disk fails, or another process was killed: pages are not kept or not
     found, and the logger "pagepool" gets one line. Any thread may call it. After a fork, it finds nothing in the child.
@@ -152,6 +153,7 @@ class PageTier:
             self._remove_budget()
             raise
         self._allocator = self._pool.allocator
+        self._reader = ThreadPoolExecutor(1, "pagepool-tier")
         self._pages: NDArray[np.uint8] = self._pool.numpy().view(np.uint8)
 
     def _open_pool(self, layout: KvLayout, most: int, digest: str) -> KvCachePool:
@@ -179,7 +181,7 @@ class PageTier:
     def match(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> TierMatch:
         """Find the pages of the longest prefix of `tokens`, and mark them as used.
 
-        Reads pages from the store that the memory does not have.
+        Reads pages from the store that the memory does not have, and waits for the disk.
 
         Parameters
         ----------
@@ -198,10 +200,37 @@ class PageTier:
         TypeError, ValueError
             The tokens or keys are wrong.
         """
-        row, keys = token_row(tokens), listed(extra_keys)
+        return self._match(token_row(tokens), cache_salt, listed(extra_keys), reads=True)
+
+    def submit_match(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> Future[TierMatch]:
+        """As `match`, but a thread reads the pages from the store. No call waits for the disk.
+
+        The thread reads for one prompt after another. Pages that it reads take the places of free pages and of pages
+        that were used longest ago.
+
+        Returns
+        -------
+        concurrent.futures.Future
+            Done at once if the store has no page that the memory lacks. If you do not need its result any more, close
+            the match: `future.cancel() or future.add_done_callback(lambda done: done.result().close())`.
+        """
+        row, keys = np.array(token_row(tokens)), listed(extra_keys)  # a copy: the caller may change its own
+        link = self._cache.link
+        try:
+            reads = link is not None and link.has_next(self._cache, row, cache_salt, keys)
+        except PoolError as error:
+            self._fail("nothing is found", error)
+            reads = False
+        if reads:
+            return self._reader.submit(self._match, row, cache_salt, keys, reads=True)
+        done: Future[TierMatch] = Future()
+        done.set_result(self._match(row, cache_salt, keys, reads=False))
+        return done
+
+    def _match(self, row: Any, cache_salt: Any, keys: Iterable[Any], reads: bool) -> TierMatch:
         refs, blocks = BlockRefs(self._allocator), np.empty(0, np.int32)
         try:
-            blocks = self._cache.match_held(refs, row, cache_salt, keys)
+            blocks = self._cache.match_held(refs, row, cache_salt, keys, reads=reads)
             self._faults.discard("nothing is found")
         except PoolError as error:
             self._fail("nothing is found", error)
@@ -347,7 +376,11 @@ class PageTier:
         self._cache.check()
 
     def close(self) -> None:
-        """Leave the tier. The pages stay for other processes and for the next one. May be called again."""
+        """Leave the tier. The pages stay for other processes and for the next one. May be called again.
+
+        Waits for the prompt that the thread of `submit_match` reads for, and cancels the futures of other prompts.
+        """
+        self._reader.shutdown(cancel_futures=True)
         if self._cache.link is not None:
             self._cache.link.close()
             self._cache.link.store.close()

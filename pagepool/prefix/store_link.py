@@ -57,10 +57,11 @@ class StoreLink:
         self.close = weakref.finalize(self, self._writer.stop)
 
     @contextmanager
-    def promoted(self, cache: Any, row: Any, cache_salt: Any, extra_keys: Any) -> Iterator[None]:
+    def promoted(self, cache: Any, row: Any, cache_salt: Any, extra_keys: Any, reads: bool = True) -> Iterator[None]:
         """Read blocks of `row` that are not cached from the store and cache them, while there is room.
 
-        Evicts blocks that only the cache holds. The blocks of `row` stay cached until the end of the `with` block.
+        Evicts blocks that only the cache holds. The blocks of `row` stay cached until the end of the `with` block. If
+        `reads` is false, nothing is read or evicted.
         """
         if self.store.is_inherited:
             yield
@@ -68,7 +69,7 @@ class StoreLink:
         keys = {"cache_salt": cache_salt, "extra_keys": extra_keys}
         held, fresh = BlockRefs(cache.allocator), BlockRefs(cache.allocator)
         try:
-            known = cache.cached_tokens(row, **keys) // cache.block_size
+            known = cache.cached_tokens(row, **keys) // cache.block_size if reads else len(row)
             if known < len(row) // cache.block_size:
                 with self._lock:
                     self._promote(cache, row, keys, known, held, fresh)
@@ -98,6 +99,18 @@ class StoreLink:
             row = row[: (known + len(blocks)) * size]
             cache.cache_blocks(row, [*before, *blocks], **keys, start=known, epoch=epoch)
             self.queue.mark(blocks)
+
+    def has_next(self, cache: Any, row: Any, cache_salt: Any, extra_keys: Any) -> bool:
+        """Return whether the store has the first block of `row` that is not cached. Reads the index, and no page."""
+        if self.store.is_inherited:
+            return False
+        size, keys = cache.block_size, {"cache_salt": cache_salt, "extra_keys": extra_keys}
+        known = cache.cached_tokens(row, **keys)
+        row = row[: known + size]
+        if len(row) < known + size:
+            return False
+        name = self.store.names(row, root_key(**keys))[-1]
+        return bool(self.store.find([name], [row[known:].tobytes()]))
 
     def load_state(self, names: Sequence[bytes], tokens: Sequence[bytes], state: memoryview) -> int:
         """Read the last of these states that the store has, with a right sum; return its place, or -1."""

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+import threading
 import time
 import warnings
 import zlib
@@ -27,6 +28,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     from pagepool.integrations.vllm import PagepoolConnector
+    from pagepool.prefix.page_store import PageStore
 
 BLOCK, NUM_BLOCKS, LAYERS = 16, 40, ("first", "second")
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -102,6 +104,10 @@ class Engine:
         request = Request(self.count, tokens, **options)
         self.scheduler.on_new_request(request)
         found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        while found is None:  # a thread reads pages of the store: vLLM steps without this request
+            self.step(*NOTHING)
+            time.sleep(0.0005)
+            found, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
         assert not is_async and found % BLOCK == 0 and found < request.num_tokens
         blocks = [self.free.pop() for _ in range(-(-(len(tokens) + num_new) // BLOCK))]
         random.shuffle(blocks)
@@ -144,6 +150,9 @@ class Engine:
     def close(self):
         self.scheduler.shutdown()
         self.worker.shutdown()
+
+
+NOTHING = Request(0, []), SimpleNamespace(get_block_ids=lambda *of: ([],)), 0  # a step without a token
 
 
 @pytest.fixture
@@ -223,7 +232,7 @@ def test_pages_of_waiting_requests_are_held_until_they_end(name):
     engine = Engine({"name": name, "bytes": BYTES})
     tokens = list(range(3 * BLOCK + 1))
     engine.run(tokens)
-    engine.step(Request(0, []), SimpleNamespace(get_block_ids=lambda *of: ([],)), 0)  # releases the last match
+    engine.step(*NOTHING)  # releases the last match
     request, tier = Request("waits", tokens), engine.scheduler._tier
     engine.scheduler.on_new_request(request)
     for _ in range(2):
@@ -232,6 +241,32 @@ def test_pages_of_waiting_requests_are_held_until_they_end(name):
     engine.scheduler.request_finished(request, [])
     assert tier.stats()["used"] == 0
     assert not any([engine.scheduler._requests, engine.scheduler._matches, engine.scheduler._num_saved])
+    engine.close()
+
+
+def test_other_requests_run_while_pages_are_read_from_the_store(name, tmp_path, monkeypatch):
+    tier = {"name": name, "bytes": BYTES, "store": str(tmp_path), "store_bytes": "64M"}
+    engine = Engine(tier)
+    stored, known = list(range(1000, 1001 + 4 * BLOCK)), list(range(3 * BLOCK + 1))
+    engine.run(stored)
+    engine.close()
+    for path in Path("/dev/shm").glob(f"pagepool[-.]*{name}*"):
+        path.unlink()
+    may_read, load = threading.Event(), PageStore.load
+    monkeypatch.setattr(PageStore, "load", lambda *arguments: may_read.wait(60) and load(*arguments))
+    engine = Engine(tier)
+    requests = [Request(f"waits {number}", stored) for number in range(3)]
+    for _ in range(2):
+        for request in requests:
+            engine.scheduler.on_new_request(request)
+            assert engine.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert engine.run(known) == 0 and engine.run(known) == full(known)
+    for request in requests:  # the clients leave
+        engine.scheduler.request_finished(request, [])
+    may_read.set()
+    assert engine.run(stored) == full(stored)
+    engine.step(*NOTHING)
+    assert engine.scheduler._tier.stats()["used"] == 0
     engine.close()
 
 

@@ -10,6 +10,7 @@ import time
 import zlib
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from refusals import refuses
 from pagepool import PageTier
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.page_file import PageFile
+from pagepool.prefix.page_store import PageStore
 
 BLOCK = 4
 PAGE = 100_001  # bytes; not a multiple of anything
@@ -62,8 +64,9 @@ class Pages:
 
 
 def find(tier, tokens, pieces=1, **keys):
-    """Check every page that the tier finds; return how many there are."""
-    with tier.match(tokens, **keys) as found:
+    """Check every page that the tier finds; return how many there are. For every other length a thread reads them."""
+    is_submitted = len(tokens) % 2
+    with tier.submit_match(tokens, **keys).result(60) if is_submitted else tier.match(tokens, **keys) as found:
         count = found.num_tokens // BLOCK
         whole = np.zeros((count, PAGE), np.uint8)
         cuts = [0, *sorted(python_random.Random(1).sample(range(PAGE), pieces - 1)), PAGE]
@@ -286,6 +289,34 @@ def test_pages_survive_the_end_of_their_memory_in_a_store(name, tmp_path):
     other.close()
 
 
+def test_a_submitted_match_waits_for_no_page_of_the_store(name, tmp_path, monkeypatch):
+    tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
+    rows = [[1000 * row + at for at in range(4 * BLOCK + 1)] for row in range(4)]
+    for row in rows[:3]:
+        serve(tier, row)
+    assert tier.flush(60)
+    tier.remove()
+    may_read, load = Event(), PageStore.load
+    monkeypatch.setattr(PageStore, "load", lambda *arguments: may_read.wait(60) and load(*arguments))
+    tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
+    reads, waits, others = [tier.submit_match(row) for row in rows[:3]]
+    assert not reads.done() and not waits.done() and waits.cancel()
+    assert tier.submit_match(rows[3]).result(0).num_tokens == 0
+    tier.put(rows[3], Pages(rows[3], {}))
+    assert tier.submit_match(rows[3]).result(0).num_tokens == 4 * BLOCK
+    assert tier.submit_match([900]).result(0).num_tokens == 0
+    assert tier.stats()["looked_up"] == 8
+    with refuses(ValueError, -1):
+        tier.submit_match([-1] * BLOCK)
+    may_read.set()
+    for found in (reads.result(60), others.result(60)):
+        assert found.num_tokens == 4 * BLOCK
+        found.close()
+    assert [find(tier, row) for row in rows] == [4] * 4 and tier.stats()["used"] == 0
+    tier.close()
+    assert tier.submit_match(rows[0]).result(0).num_tokens == 0
+
+
 def test_evicted_pages_come_back_from_the_store(name, tmp_path):
     tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
     writer = PageTier(name, BYTES, MODEL)  # another process without a store, as a worker of an engine
@@ -351,7 +382,8 @@ def test_a_child_after_a_fork_finds_and_keeps_nothing(name, caplog, tmp_path):
     def use():
         tier.make_room(1000)
         tier.store(tokens)
-        assert tier.match(tokens).num_tokens == 0 and tier.put(tokens, Pages(tokens, {})) == 0
+        assert tier.submit_match([*tokens, 1]).result(0).num_tokens == tier.match(tokens).num_tokens == 0
+        assert tier.put(tokens, Pages(tokens, {})) == 0
         assert "nothing is found" in caplog.text and "nothing is kept" in caplog.text
         os._exit(0)
 
