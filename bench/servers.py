@@ -1,11 +1,11 @@
 """Compare servers on one small model: latency, throughput, shared prefixes, retained cache and memory.
 
-    python bench/compare/run.py [--side pagepool,vllm,llama_cpp] [--dtype bfloat16] [--peers build/peers]
+    python bench/servers.py [--side pagepool,vllm,llama_cpp] [--dtype bfloat16] [--peers build/peers]
                                 [--threads 2] [--rounds 3] [--folder DIR] [--json FILE] [--plot FILE]
 
 Needs the extra `serve`, httpx and, for the row "retained", cache-pressure. vLLM and llama-cpp-python (with its extra
 `server`) have their own environments in `--peers`: `vllm` and `llama_cpp`; this one then also needs gguf. A side
-without an environment is left out by name. Nothing is downloaded: `model.py` makes the model.
+without an environment is left out by name. Nothing is downloaded: `server_model.py` makes the model.
 
 All servers have the same number of threads, weights of `--dtype` and room for the same number of tokens. They take
 turns, workload by workload and round by round; the table has medians over the rounds. While one server is measured, the
@@ -37,13 +37,11 @@ from pathlib import Path
 from statistics import median
 
 import httpx
+from machine import cpu_name
+from server_model import DTYPE_BYTES, token_bytes
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(HERE.parent))
-
-from machine import cpu_name  # noqa: E402
-from model import DTYPE_BYTES, token_bytes  # noqa: E402
+ROOT = HERE.parent
 
 ROOM = 48 * 1024  # tokens of the pool of each server
 CLIENTS = 32
@@ -342,7 +340,7 @@ def main():
     with tempfile.TemporaryDirectory() as place:
         folder = options.folder or Path(place)
         gguf = ["--gguf"] if "llama_cpp" in options.side and importlib.util.find_spec("gguf") else []
-        model = [sys.executable, str(HERE / "model.py"), str(folder), "--dtype", options.dtype, *gguf]
+        model = [sys.executable, str(HERE / "server_model.py"), str(folder), "--dtype", options.dtype, *gguf]
         subprocess.run(model, check=True)
         rows = compare(options, folder)
     print(f"{cpu_name()}, {options.dtype}, {options.threads} threads, {options.rounds} rounds\n")

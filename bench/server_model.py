@@ -1,4 +1,4 @@
-"""Write the model of the comparison: `python bench/compare/model.py FOLDER [--dtype bfloat16] [--gguf]`.
+"""Write the model of the comparison: `python bench/server_model.py FOLDER [--dtype bfloat16] [--gguf]`.
 
 A Llama with 33 million random weights and the tokenizer of `bench/tiny_llama`. `--gguf` also writes `model.gguf` for
 llama.cpp, with the same weights, and needs the package gguf. Greedy decoding never picks a special token or a part of a
@@ -10,7 +10,7 @@ import json
 import shutil
 from pathlib import Path
 
-TOKENIZER = Path(__file__).resolve().parents[1] / "tiny_llama"
+TOKENIZER = Path(__file__).resolve().parent / "tiny_llama"
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 1536,
