@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from pagepool._arguments import integer, real
-from pagepool.cluster.messages import Begun, Call, Ended, Limits, News, Offer, Waiting, WorkerLost, Workers
+from pagepool.cluster.messages import Begun, Call, Drafted, Ended, Limits, News, Offer, Waiting, WorkerLost, Workers
 from pagepool.cluster.router import Choice, Router
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.intake import Intake, Request
@@ -70,6 +70,8 @@ class _Run:
     tokens: list[Token] = field(default_factory=list)
     generations: list[weakref.ref[Generation]] = field(default_factory=list)
     num_cached: int = 0
+    num_accepted: int = 0
+    num_rejected: int = 0
     offer: Offer | None = None  # offered pages, until a worker has read them
     reason: str | None = None
     error: BaseException | None = None
@@ -95,6 +97,11 @@ class _Run:
     def asks_for(self) -> Any:
         """The values that must be equal in two requests with the same id."""
         return self.request.prompt, self.request.params, self.options
+
+    def put(self, token: Token, generation: Generation) -> None:
+        """Pass a token and the counts so far to a caller."""
+        generation.num_accepted, generation.num_rejected = self.num_accepted, self.num_rejected
+        generation._put(token, self.num_cached)
 
 
 class WorkerFailed(Exception):
@@ -303,7 +310,7 @@ class FrontEnd(Intake):
             call = Call(tokens, len(run.tokens), params, run.options, run.offer, is_prefill, self.epoch)
             try:
                 ended = await self._run_on(side, choice, call, run)
-            except WorkerFailed:
+            except (WorkerFailed, RequestRejected):
                 raise
             except Exception as error:
                 lost += 1
@@ -318,7 +325,10 @@ class FrontEnd(Intake):
             run.offer = ended.offer
 
     async def _run_on(self, side: _Side, choice: Choice, call: Call, run: _Run) -> Ended:
-        """Run a call on one worker. Raises `WorkerFailed` if the request failed, any other exception if it was lost."""
+        """Run a call on one worker.
+
+        Raises `WorkerFailed` or `RequestRejected` if the request failed, any other exception if it was lost.
+        """
         async with aclosing(side.workers.generate(choice.worker, call)) as messages:
             while True:
                 message = await asyncio.wait_for(anext(messages, None), self.max_silence)
@@ -329,6 +339,9 @@ class FrontEnd(Intake):
                     continue
                 if isinstance(message, Begun):
                     self._begin(side, choice, call, message, run)
+                elif isinstance(message, Drafted):
+                    run.num_accepted += message.accepted
+                    run.num_rejected += message.rejected
                 elif isinstance(message, Token):
                     try:
                         self._deliver(run, message)
@@ -337,7 +350,7 @@ class FrontEnd(Intake):
                     if run.reason is not None:
                         return Ended(run.reason)
                 elif message.reason == "error":
-                    raise WorkerFailed(message.error)
+                    raise message.error if isinstance(message.error, RequestRejected) else WorkerFailed(message.error)
                 elif message.reason == "abort":
                     raise RuntimeError(f"worker {choice.worker!r} has aborted the request")
                 elif isinstance(message, Ended) and call.wants_offer:
@@ -437,7 +450,7 @@ class FrontEnd(Intake):
             run.tokens.append(found)
             self._counts["generated_tokens"] += 1
             for generation in _living(run):
-                generation._put(found, run.num_cached)
+                run.put(found, generation)
         run.reason = reason
 
     def _end(self, run: _Run, reason: str, error: BaseException | None) -> None:
@@ -470,7 +483,7 @@ class FrontEnd(Intake):
         # A finalizer can run this callback at any point of any thread, so the callback must not take a lock.
         reference = weakref.ref(generation, lambda reference: self._call_soon(self._leave, run, reference))
         for token in run.tokens:
-            generation._put(token, run.num_cached)
+            run.put(token, generation)
         if run in self._active:
             run.generations.append(reference)
         else:

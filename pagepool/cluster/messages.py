@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pagepool.engine.sampling import SamplingParams
+from pagepool.errors import RequestRejected
 from pagepool.prefix.events import NameSnapshot, PrefixEvent, PrefixSnapshot
 from pagepool.transfer import PeerDescription, Ticket
 
-__all__ = ["Begun", "Call", "Ended", "Limits", "News", "Offer", "Waiting", "WorkerLost", "Workers"]
+__all__ = ["Begun", "Call", "Drafted", "Ended", "Limits", "News", "Offer", "Waiting", "WorkerLost", "Workers"]
 
 
 class WorkerLost(Exception):
@@ -126,11 +127,22 @@ class Begun:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """The message before the tokens of a step with drafts: how many of them became output, and how many did not."""
+
+    accepted: int
+    rejected: int
+
+
+@dataclass(frozen=True)
 class Ended:
-    """The last message: the `finish_reason`, an error in one sentence or "", and the offer if `wants_offer` was set."""
+    """The last message: the `finish_reason`, and the offer if `wants_offer` was set.
+
+    With the reason "error" it has the error in one sentence, or the exception if the request itself is wrong.
+    """
 
     reason: str
-    error: str = ""
+    error: str | RequestRejected = ""
     offer: Offer | None = None
 
 

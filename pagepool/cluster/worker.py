@@ -10,7 +10,7 @@ from functools import partial
 from time import perf_counter, time_ns
 from typing import Any
 
-from pagepool.cluster.messages import Begun, Call, Ended, Limits, News, Waiting
+from pagepool.cluster.messages import Begun, Call, Drafted, Ended, Limits, News, Waiting
 from pagepool.cluster.pages import Fetched, PageMover
 from pagepool.engine import Engine
 from pagepool.engine.generation import Generation
@@ -100,8 +100,8 @@ class Worker:
     async def generate(self, call: Call) -> AsyncGenerator[Any, None]:
         """Run a call: yield a `Begun`, a `Token` for each token, and an `Ended`. Closing the generator cancels it.
 
-        The first message is a `Waiting`. One more is sent in each second without another message. Raises `EngineClosed`
-        if the engine accepts no more requests.
+        With drafts, a `Drafted` comes before the tokens that they became. The first message is a `Waiting`. One more is
+        sent in each second without another message. Raises `EngineClosed` if the engine accepts no more requests.
         """
         messages = self._generate(call)
         following: asyncio.Future[Any] | None = None
@@ -135,19 +135,24 @@ class Worker:
         try:
             generation, cached = await asyncio.to_thread(self._submit, call)
         except RequestRejected as error:
-            yield Ended("error", str(error))
+            yield Ended("error", error)
             return
         running = _Running(generation, call.front_end, len(call.tokens) - cached)
         self._running.add(running)
         try:
-            is_first = True
+            is_first, accepted, rejected = True, 0, 0
             async for token in generation:
                 if is_first:
                     yield self._begun(generation, fetched)
                     is_first = False
+                more = Drafted(generation.num_accepted - accepted, generation.num_rejected - rejected)
+                if more.accepted or more.rejected:
+                    yield more
+                    accepted, rejected = accepted + more.accepted, rejected + more.rejected
                 yield token
-        except RuntimeError as error:  # the model has failed
-            yield Ended("error", str(error))
+        except RuntimeError as error:  # the model has failed, or no token is left for this request
+            cause = error.__cause__
+            yield Ended("error", cause if isinstance(cause, RequestRejected) else str(error))
             return
         finally:
             self._running.discard(running)

@@ -621,6 +621,9 @@ class Engine(Intake):
         accepted = sum(map(eq, drafts, [token for token, _ in drawn]))
         self._counts["drafted_tokens"] += len(drafts)
         self._counts["accepted_tokens"] += accepted
+        if generation is not None:  # before the tokens: who reads the last one reads the counts, too
+            generation.num_accepted += accepted
+            generation.num_rejected += len(drafts) - accepted
         for place, (token, logprobs) in enumerate(drawn, 1):
             text, reason = running.request.text_of(token, sequence.finish_reason if place == len(drawn) else None)
             if reason is not None and sequence.finish_reason is None:
@@ -632,9 +635,6 @@ class Engine(Intake):
             self._counts["generated_tokens"] += 1
             if reason is not None:
                 break  # at a stop string the later tokens are dropped
-        if generation is not None:
-            generation.num_accepted += accepted
-            generation.num_rejected += len(drafts) - accepted
         if len(sequence.output_tokens) == 1:
             self._counts["cached_tokens"] += sequence.num_cached
 

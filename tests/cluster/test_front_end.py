@@ -6,11 +6,13 @@ import threading
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import islice
 from random import Random
 
 import pytest
-from fake_runner import Bytes, FakeRunner
+from fake_runner import Bytes, FakeRunner, reason_of
 from refusals import refuses
+from scripted_drafts import drafting
 
 from pagepool.cluster import front_end as front_end_module
 from pagepool.cluster import worker as worker_module
@@ -88,8 +90,8 @@ class World:
         self.teller = threading.Thread(target=self.tell)
         self.teller.start()
 
-    def add(self, side, name, moves, **options):
-        engine = Engine(FakeRunner(num_blocks=256, **options), prefix_events=4096)
+    def add(self, side, name, moves, drafts=None, **options):
+        engine = Engine(FakeRunner(num_blocks=256, **options), prefix_events=4096, drafts=drafts)
         engine.grammars = Grammars(Bytes(), engine.encoder.vocab_size, [0])
         transfer = LocalTransfer(f"{id(self)}-{name}") if moves else None
         kind = {"is_prefill": side is self.prefill, "stop_token_ids": frozenset([0])}
@@ -362,6 +364,32 @@ def test_a_model_that_fails_is_not_tried_elsewhere():
             list(world.front_end.submit(PROMPT, SamplingParams(9)))
         assert len(world.decode.calls) == 1
         assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="llguidance is not installed")
+def test_a_request_without_a_possible_token_is_refused_as_by_one_engine():
+    params = SamplingParams(9, structured=Structured(choice=["abc"]), bad_words=["b"])
+    with Engine(FakeRunner(), Bytes()) as engine:
+        known = engine.submit(PROMPT, params)
+        assert len(list(islice(known, 1))) == 1 and reason_of(known) == "error"
+    with cluster(2) as world:
+        generation = world.front_end.submit(PROMPT, params)
+        assert reason_of(generation) == "error" and isinstance(generation.error, RequestRejected)
+        assert (str(generation.error), generation.error.param) == (str(known.error), known.error.param)
+        assert len(world.decode.calls) == 1 and world.front_end.stats()["lost_workers"] == 0
+
+
+def test_drafts_of_the_workers_are_counted():
+    tokens, text, reason = alone(PROMPT, max_new_tokens=40)
+    with cluster(1, drafts="ngram") as world:
+        (worker,) = world.decode.workers.values()
+        drafting(worker.engine, {tuple(PROMPT.encode()): tokens + [65] * 9}, seed=2)
+        generation = world.front_end.submit(PROMPT, SamplingParams(40), request_id="a")
+        assert answer(generation) == (tokens, text, reason)
+        stats, again = worker.engine.stats(), world.front_end.submit(PROMPT, SamplingParams(40), request_id="a")
+        for one in (generation, again.result(SECONDS)):
+            assert one.num_accepted == stats["accepted_tokens"] > 0
+            assert one.num_accepted + one.num_rejected == stats["drafted_tokens"] > one.num_accepted
 
 
 def test_a_worker_that_closes_gives_its_requests_to_others():
