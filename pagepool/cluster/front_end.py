@@ -465,7 +465,7 @@ class FrontEnd(Intake):
                 while len(self._records) > self.max_records or self._record_bytes > MAX_RECORD_BYTES:
                     self._record_bytes -= self._records.popitem(last=False)[1].num_bytes
             for generation in _living(run):
-                generation._end(reason, error)
+                generation._end(reason, error, run.request.detokenizer.stop_string)
             run.generations.clear()
 
     def _forget_id(self, run: _Run) -> Any:
@@ -487,7 +487,7 @@ class FrontEnd(Intake):
         if run in self._active:
             run.generations.append(reference)
         else:
-            generation._end(str(run.reason), run.error)
+            generation._end(str(run.reason), run.error, run.request.detokenizer.stop_string)
         return generation
 
     def _leave(self, run: _Run, reference: weakref.ref[Generation]) -> None:

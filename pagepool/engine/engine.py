@@ -650,11 +650,11 @@ class Engine(Intake):
 
     def _end(self, seq_id: int, reason: str, error: BaseException | None = None) -> None:
         with self._changed:
-            generation = self._requests.pop(seq_id).generation()
+            ended = self._requests.pop(seq_id)
             self._counts[reason] += 1
             self._changed.notify_all()
-        if generation is not None:
-            generation._end(reason, error)
+        if (generation := ended.generation()) is not None:
+            generation._end(reason, error, ended.request.detokenizer.stop_string)
 
 
 def _serve(wake: SimpleQueue[Engine | None], resources: Sequence[Any]) -> None:

@@ -91,6 +91,8 @@ class Generation:
     finish_reason : str or None
         "stop" at a stop token or stop string, "length" at the limit, "abort" if it was cancelled, "error" if the model
         failed. None while it runs.
+    stop_string : str or None
+        The string of `SamplingParams.stop` that ended the text.
     error : BaseException or None
         The exception of a failed model.
     """
@@ -107,6 +109,7 @@ class Generation:
         self.num_cached = self.num_accepted = self.num_rejected = 0
         self._miss: Any = None  # the arguments of `Explanation.of`
         self.finish_reason: str | None = None
+        self.stop_string: str | None = None
         self.error: BaseException | None = None
         self._cancel = cancel
         self._pid = os.getpid()
@@ -228,8 +231,9 @@ class Generation:
             self._pending.append(token)
             self._notify()
 
-    def _end(self, reason: str, error: BaseException | None = None) -> None:
+    def _end(self, reason: str, error: BaseException | None = None, stop_string: str | None = None) -> None:
         with self._changed:
+            self.stop_string = stop_string
             self.finish_reason, self.error, self.ended_at = reason, error, monotonic()
             self._notify()
         self._ended.set()

@@ -231,7 +231,8 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
         if stop and tokenizer is None:
             raise TypeError(f"stop must be empty without a tokenizer, not {stop[0]!r}")
-        self.stopped, self.may_stop = False, True
+        self.stop_string: str | None = None  # the one that ended the text
+        self.may_stop = True
         self.tokenizer = tokenizer
         self._stop = sorted(stop)
         self._held = ""
@@ -240,8 +241,13 @@ class Detokenizer:
         self._num_known = len(self._ids)
         self._known = self._decode(self._ids)
 
+    @property
+    def stopped(self) -> bool:
+        """True behind a stop string."""
+        return self.stop_string is not None
+
     def add(self, token: int) -> str:
-        """Add the next token and return the text that is final now. Sets `stopped` at a stop string."""
+        """Add the next token and return the text that is final now. Sets `stop_string` at a stop string."""
         if self.tokenizer is None:
             return ""
         self._ids.append(token)
@@ -272,10 +278,12 @@ class Detokenizer:
         if not self._stop or self.stopped or not self.may_stop:
             return "" if self.stopped else new
         text, held = self._held + new, len(self._held)
-        found = [place for stop in self._stop if (place := text.find(stop, max(0, held - len(stop) + 1))) >= 0]
+        found = [
+            (place, stop) for stop in self._stop if (place := text.find(stop, max(0, held - len(stop) + 1))) >= 0
+        ]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
+            (place, self.stop_string), self._held = min(found), ""
+            return text[:place]
         # Each place is passed once: the held text never begins earlier than before.
         begin = next((place for place in range(len(text)) if self._may_begin(text[place:])), len(text))
         self._held = text[begin:]

@@ -258,7 +258,8 @@ def test_a_text_with_a_stop_string_is_the_same_wherever_a_worker_dies():
     for after in range(1, 12):
         with cluster(2) as world:
             world.decode.kills["decode-0"] = after
-            assert answer(world.front_end.submit(PROMPT, SamplingParams(20, stop=stop))) == wanted
+            generation = world.front_end.submit(PROMPT, SamplingParams(20, stop=stop))
+            assert answer(generation) == wanted and generation.stop_string == stop
 
 
 def test_a_request_that_every_worker_dies_of_fails_with_one_sentence():

@@ -74,10 +74,10 @@ def test_a_text_ends_where_a_stop_string_comes(text, stops, sizes):
     detokenizer, seen, given_out = Detokenizer(Pieces(), [], tuple(stops)), "", ""
     for token, piece in enumerate(pieces):
         given_out, seen = given_out + detokenizer.add(token), seen + piece
-        found = [seen.index(stop) for stop in stops if stop in seen]
+        found = [(seen.index(stop), stop) for stop in stops if stop in seen]
         assert detokenizer.stopped == bool(found)
         if found:
-            assert given_out == seen[: min(found)]
+            assert (given_out, detokenizer.stop_string) == (seen[: min(found)[0]], min(found)[1])
             return
         # Only text that may be the start of a stop string is held back.
         held = seen[len(given_out) :]
