@@ -278,9 +278,7 @@ class Detokenizer:
         if not self._stop or self.stopped or not self.may_stop:
             return "" if self.stopped else new
         text, held = self._held + new, len(self._held)
-        found = [
-            (place, stop) for stop in self._stop if (place := text.find(stop, max(0, held - len(stop) + 1))) >= 0
-        ]
+        found = [(place, stop) for stop in self._stop if (place := text.find(stop, max(0, held - len(stop) + 1))) >= 0]
         if found:
             (place, self.stop_string), self._held = min(found), ""
             return text[:place]

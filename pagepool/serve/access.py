@@ -89,7 +89,7 @@ class Access:
         if path is not None and path.access == "admin":
             self._check_admin(scope, headers)
         elif path is None or path.access != "open":  # probes have no key
-            tenant = self._tenant(headers.get("authorization", ""))
+            tenant = self._tenant(headers.get("authorization", ""), headers.get("x-api-key"))
         if scope["method"] == "POST":
             kind = headers.get("content-type", "")
             if kind.partition(";")[0].strip().lower() != "application/json":
@@ -105,14 +105,19 @@ class Access:
             return False
         return True
 
-    def _tenant(self, authorization: str) -> str | None:
-        """Return the tenant of the key in the Authorization header. Takes the same time for every key."""
+    def _tenant(self, authorization: str, api_key: str | None = None) -> str | None:
+        """Return the tenant of the key in the Authorization header, or else of `api_key`.
+
+        Takes the same time for every key.
+        """
         if not self._keys.api:
             return None
-        given = bearer(authorization)
+        given = bearer(authorization) if authorization or api_key is None else digest_of(api_key)
         found = [tenant for known, tenant in self._keys.api if compare_digest(known, given)]
         if not found:
-            raise RequestError(401, "missing or unknown API key: send Authorization: Bearer KEY", "invalid_api_key")
+            raise RequestError(
+                401, "missing or unknown API key: send Authorization: Bearer KEY, or X-Api-Key: KEY", "invalid_api_key"
+            )
         return found[0]
 
     def _check_admin(self, scope: Any, headers: Headers) -> None:

@@ -32,6 +32,7 @@ from pagepool.serve.access import Access, Keys, salt_of
 from pagepool.serve.errors import RequestError, quoted
 from pagepool.serve.fields import PATHS
 from pagepool.serve.http import Bodies, Observer, log_name, on_disconnect, on_http_error, on_refusal, read_id
+from pagepool.serve.messages import MessagesAnswer, read_count, read_messages
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.places import Places, Waiting
 from pagepool.serve.protocol import (
@@ -40,12 +41,14 @@ from pagepool.serve.protocol import (
     Answer,
     ChatAnswer,
     Request,
+    TokenizeRequest,
     read_body,
     read_detokenize,
     read_request,
     read_tokenize,
 )
 from pagepool.serve.reasoning import Reasoning, begins_open, thinks
+from pagepool.serve.responses import ResponsesAnswer, read_response
 from pagepool.serve.runs import STOPPED, EventStream, Run, events
 
 __all__ = ["create_app"]
@@ -159,10 +162,10 @@ async def answered(build: Callable[[], dict[str, Any]], size: int) -> Response:
     return await asyncio.to_thread(lambda: JSONResponse(build()))
 
 
-def refusal_of(error: RequestRejected, is_chat: bool, structured: str | None = None) -> RequestError:
-    """Return the response to a request that the engine refuses. `structured` is the field with its grammar."""
+def refusal_of(error: RequestRejected, prompt: str, structured: str | None = None) -> RequestError:
+    """Return the response to a request that the engine refuses. The arguments are fields with prompt and grammar."""
     param = structured if error.param == "structured" else error.param
-    return RequestError(400, str(error), error.code, param or ("messages" if is_chat else "prompt"))
+    return RequestError(400, str(error), error.code, param or prompt)
 
 
 class Server:
@@ -213,11 +216,19 @@ class Server:
 
     async def completions(self, http: HttpRequest) -> Response:
         """POST /v1/completions"""
-        return await self._answer(http, is_chat=False)
+        return await self._answer(http, partial(read_request, is_chat=False), Answer)
 
     async def chat(self, http: HttpRequest) -> Response:
         """POST /v1/chat/completions"""
-        return await self._answer(http, is_chat=True)
+        return await self._answer(http, partial(read_request, is_chat=True), ChatAnswer)
+
+    async def messages(self, http: HttpRequest) -> Response:
+        """POST /v1/messages, as in Anthropic's API."""
+        return await self._answer(http, read_messages, MessagesAnswer)
+
+    async def responses(self, http: HttpRequest) -> Response:
+        """POST /v1/responses, as in OpenAI's API with `store: false`."""
+        return await self._answer(http, read_response, ResponsesAnswer)
 
     async def models(self, http: HttpRequest) -> Response:
         """GET /v1/models"""
@@ -266,7 +277,23 @@ class Server:
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """POST /tokenize: the token ids of a prompt or a chat, as in vLLM."""
-        request = await self._read(http, read_tokenize)
+        limit = self._engine.max_model_len
+        return await self._tokenized(
+            http, read_tokenize, lambda tokens: {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
+        )
+
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        """POST /v1/messages/count_tokens, as in Anthropic's API."""
+        return await self._tokenized(http, read_count, lambda tokens: {"input_tokens": len(tokens)})
+
+    async def _tokenized(
+        self,
+        http: HttpRequest,
+        reading: Callable[[dict[str, Any]], TokenizeRequest],
+        build: Callable[[list[int]], dict[str, Any]],
+    ) -> Response:
+        """Tokenize the prompt of a request and return the response with `build(tokens)`."""
+        request = await self._read(http, reading)
         self._check_model(request.model)
         encode: Callable[..., list[int]] = partial(
             self._engine.encoder.encode, add_special_tokens=request.add_special_tokens
@@ -278,9 +305,8 @@ class Server:
             try:
                 tokens = await self._encode(encode, request.prompt)
             except RequestRejected as error:
-                raise refusal_of(error, request.is_chat) from error
-            limit = self._engine.max_model_len
-            return await answered(lambda: {"count": len(tokens), "max_model_len": limit, "tokens": tokens}, len(tokens))
+                raise refusal_of(error, "messages" if request.is_chat else "prompt") from error
+            return await answered(lambda: build(tokens), len(tokens))
 
         return await self._in_place(http, work())
 
@@ -338,10 +364,9 @@ class Server:
             allowed = f"from {low} to {high}" if low < high else f"{low} on this server"
             raise RequestError(400, f"priority must be {allowed}, not {priority}", param="priority")
 
-    async def _answer(self, http: HttpRequest, is_chat: bool) -> Response:
+    async def _answer(self, http: HttpRequest, reading: Callable[..., Request], kind: type[Answer]) -> Response:
         began = monotonic()
-        defaults = self._engine.sampling_defaults
-        request = await self._read(http, lambda body: read_request(body, is_chat, defaults))
+        request = await self._read(http, partial(reading, defaults=self._engine.sampling_defaults))
         self._check_model(request.model)
         self._check_priority(request.options.get("priority", 0))
         tenant = http.scope["state"]["tenant"]
@@ -350,7 +375,6 @@ class Server:
             request.options |= {"tenant": tenant, "cache_salt": salt}
         request_id = read_id(http)
         generations = await self._finish(http, self._start(request, request_id))
-        kind = ChatAnswer if is_chat else Answer
         texts = await self._prompt_texts(request) if request.echo else ()
         answer = kind(self._model, self._texts, request, texts, **self._shown)
         if isinstance(answer, ChatAnswer) and self._thinks and request.params.structured is None:
@@ -452,7 +476,7 @@ class Server:
                 await loop.run_in_executor(self._compiling, grammars.compiled, structured)
             return await loop.run_in_executor(self._submitting, self._submit, request, prompts, request_id, waiting)
         except RequestRejected as error:
-            raise refusal_of(error, request.is_chat, request.structured_field) from error
+            raise refusal_of(error, request.prompt_field, request.structured_field) from error
         except EngineClosed as error:
             raise RequestError(503, str(error)) from error
         finally:

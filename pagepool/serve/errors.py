@@ -35,11 +35,15 @@ class RequestError(Exception):
         self.param = None if param is None else quoted(param)
 
 
-def error_object(error: RequestError) -> dict[str, Any]:
-    """Return the error object that OpenAI's clients read."""
-    kinds = {404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+def error_object(error: RequestError, path: str = "") -> dict[str, Any]:
+    """Return the error object that the clients of a path read: Anthropic's below `/v1/messages`, else OpenAI's."""
+    kinds, other, around = {404: "not_found_error", 429: "rate_limit_error"}, "server_error", {}
+    if path.startswith("/v1/messages"):
+        kinds |= {401: "authentication_error", 403: "permission_error", 408: "timeout_error"}
+        kinds |= {413: "request_too_large", 503: "overloaded_error"}
+        other, around = "api_error", {"type": "error"}
+    kind = kinds.get(error.status, other if error.status >= 500 else "invalid_request_error")
+    return {**around, "error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 def quoted(text: str, most: int = MAX_QUOTED) -> str:

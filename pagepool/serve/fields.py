@@ -27,7 +27,10 @@ from pagepool.engine.sampling import (
 from pagepool.engine.structured import MAX_GRAMMAR_LENGTH, Structured
 from pagepool.serve.errors import RequestError, quoted
 
-__all__ = ["CHAT", "COMPLETIONS", "DETOKENIZE", "FIELDS", "MAX_BODY_BYTES", "PATHS", "TOKENIZE", "Kind", "read_fields"]
+__all__ = [
+    *("CHAT", "COMPLETIONS", "COUNT_TOKENS", "DETOKENIZE", "MESSAGES", "RESPONSES", "TOKENIZE"),
+    *("FIELDS", "MAX_BODY_BYTES", "MAX_PARTS", "PATHS", "Kind", "check_count", "read_fields"),
+]
 
 MAX_BODY_BYTES = 16 << 20
 MAX_CHOICES = 128
@@ -375,19 +378,35 @@ class TemplateOptions(Kind):
         return value
 
 
+@dataclass(frozen=True)
+class Nested(Kind):
+    """A list or an object that is checked when it is translated."""
+
+    wanted: tuple[Any, ...]
+    limit: str
+
+    def read(self, name: str, value: Any) -> Any:
+        if not isinstance(value, self.wanted):
+            nouns: dict[Any, str] = {str: "a text", list: "a list", dict: "an object"}
+            raise wrong(name, " or ".join(nouns[kind] for kind in self.wanted), value)
+        if isinstance(value, list):
+            check_count(name, value, MAX_MESSAGES, "entries")
+        return value
+
+
 class Only(Kind):
     """A parameter that is not supported. Values that change nothing are accepted."""
 
     is_read = False
 
-    def __init__(self, *values: Any) -> None:
-        self.values = values
+    def __init__(self, *values: Any, why: str = "") -> None:
+        self.values, self._why = values, f": {why}" if why else ""
         shown = " or ".join(f"`{json.dumps(value)}`" for value in values)
-        self.limit = f"only {shown}" if shown else "refused"
+        self.limit = (f"only {shown}" if shown else "refused") + self._why
 
     def read(self, name: str, value: Any) -> None:
         if value not in self.values:
-            raise RequestError(400, f"{name} is not supported", "unsupported_parameter", name)
+            raise RequestError(400, f"{name} is not supported{self._why}", "unsupported_parameter", name)
 
 
 class Ignored(Kind):
@@ -426,10 +445,14 @@ class Path:
 
 BODY = f"body of {MAX_BODY_BYTES >> 20} MiB"
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+MESSAGES, COUNT_TOKENS, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 RESET = "/reset_prefix_cache"
 PATHS = {
     COMPLETIONS: Path("POST", "completions", f"{BODY}; prompts times `n`: --max-requests"),
     CHAT: Path("POST", "chat", f"{BODY}; `n`: --max-requests"),
+    MESSAGES: Path("POST", "messages", BODY),
+    COUNT_TOKENS: Path("POST", "count_tokens", f"{BODY}; counts as 1 of --max-requests"),
+    RESPONSES: Path("POST", "responses", BODY),
     TOKENIZE: Path("POST", "tokenize", f"{BODY}; counts as 1 of --max-requests"),
     DETOKENIZE: Path("POST", "detokenize", f"{BODY}; counts as 1 of --max-requests"),
     "/v1/models": Path("GET", "models"),
@@ -442,39 +465,43 @@ PATHS = {
 }
 
 BOTH = (COMPLETIONS, CHAT)
+FOUR = (*BOTH, MESSAGES, RESPONSES)
+IN_MESSAGES = (MESSAGES, COUNT_TOKENS)
+KEEP_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
+STATELESS = "the server stores no responses, send all items"
 # Name, paths, kind.
 ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("prompt", (COMPLETIONS,), Prompts()),
     ("prompt", (TOKENIZE,), Text(MAX_BODY_BYTES)),
     ("messages", (CHAT, TOKENIZE), Messages()),
     ("tokens", (DETOKENIZE,), Tokens(MAX_DETOKENIZED)),
-    ("model", (*BOTH, TOKENIZE, DETOKENIZE), Text(MAX_NAME)),
-    ("max_tokens", BOTH, Integer(0, MAX_INTEGER)),
+    ("model", (*FOUR, COUNT_TOKENS, TOKENIZE, DETOKENIZE), Text(MAX_NAME)),
+    ("max_tokens", (*BOTH, MESSAGES), Integer(0, MAX_INTEGER)),
     ("max_completion_tokens", (CHAT,), Integer(0, MAX_INTEGER)),
     ("min_tokens", BOTH, Integer(0, MAX_INTEGER)),
     ("n", BOTH, Integer(1, MAX_CHOICES)),
-    ("temperature", BOTH, Number(0.0)),
-    ("top_p", BOTH, Number(0.0, 1.0, is_above=True)),
-    ("top_k", BOTH, Integer(0, MAX_INTEGER)),
-    ("min_p", BOTH, Number(0.0, 1.0)),
-    ("seed", BOTH, Integer(0, MAX_SEED)),
+    ("temperature", FOUR, Number(0.0)),
+    ("top_p", FOUR, Number(0.0, 1.0, is_above=True)),
+    ("top_k", FOUR, Integer(0, MAX_INTEGER)),
+    ("min_p", FOUR, Number(0.0, 1.0)),
+    ("seed", FOUR, Integer(0, MAX_SEED)),
     ("presence_penalty", BOTH, Number(-2.0, 2.0)),
     ("frequency_penalty", BOTH, Number(-2.0, 2.0)),
-    ("repetition_penalty", BOTH, Number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)),
+    ("repetition_penalty", FOUR, Number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)),
     ("logit_bias", BOTH, Biases(MAX_BIASES)),
     ("bad_words", BOTH, Texts(MAX_BAD_WORDS, MAX_BAD_LENGTH, or_one=False)),
     ("stop", BOTH, Texts(MAX_STOP, MAX_STOP_LENGTH)),
     ("stop_token_ids", BOTH, Tokens(MAX_STOP_IDS)),
     ("ignore_eos", BOTH, Flag()),
-    ("stream", BOTH, Flag()),
+    ("stream", FOUR, Flag()),
     ("stream_options", BOTH, StreamOptions()),
     ("echo", (COMPLETIONS,), Flag()),
     ("logprobs", (COMPLETIONS,), Integer(0, MAX_LOGPROBS)),
     ("logprobs", (CHAT,), Flag()),
     ("top_logprobs", (CHAT,), Integer(0, MAX_LOGPROBS)),
     ("prompt_logprobs", BOTH, Integer(0, MAX_LOGPROBS)),
-    ("priority", BOTH, Integer(-MAX_PRIORITY, MAX_PRIORITY)),
-    ("cache_salt", BOTH, Text(MAX_NAME)),
+    ("priority", FOUR, Integer(-MAX_PRIORITY, MAX_PRIORITY)),
+    ("cache_salt", FOUR, Text(MAX_NAME)),
     ("add_special_tokens", (TOKENIZE,), Flag()),
     ("add_special_tokens", (COMPLETIONS,), Only(True)),
     ("add_special_tokens", (CHAT,), Only(False)),
@@ -513,7 +540,7 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("continue_final_message", BOTH, Only(False)),
     ("documents", BOTH, Only([])),
     ("chat_template", BOTH, Only()),
-    ("chat_template_kwargs", (CHAT, TOKENIZE), TemplateOptions()),
+    ("chat_template_kwargs", (CHAT, TOKENIZE, *IN_MESSAGES, RESPONSES), TemplateOptions()),
     ("chat_template_kwargs", (COMPLETIONS,), Only({})),
     # llama-server's.
     ("repeat_penalty", BOTH, Only(1)),
@@ -530,10 +557,39 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("json_schema", BOTH, JsonSchema()),
     ("return_tokens", BOTH, Only(False)),
     ("timings_per_token", BOTH, Only(False)),
+    # Anthropic's.
+    ("messages", IN_MESSAGES, Nested((list,), f"up to {MAX_MESSAGES:,} messages; content: up to {MAX_PARTS:,} parts")),
+    ("system", IN_MESSAGES, Nested((str, list), "text, or parts with texts")),
+    ("stop_sequences", (MESSAGES,), Texts(MAX_STOP, MAX_STOP_LENGTH)),
+    ("thinking", IN_MESSAGES, Nested((dict,), "type: `enabled`, `adaptive` or `disabled`")),
+    ("output_config", IN_MESSAGES, Nested((dict,), "`effort`; `format` with type `json_schema`")),
+    ("tools", IN_MESSAGES, Nested((list,), f"up to {MAX_MESSAGES:,} tools of type `custom`")),
+    ("tool_choice", IN_MESSAGES, Nested((dict,), "type: `auto`, `any`, `tool` or `none`")),
+    *((name, IN_MESSAGES, Ignored()) for name in ("cache_control", "metadata", "service_tier", "speed")),
+    *((name, IN_MESSAGES, Only()) for name in ("container", "mcp_servers")),
+    ("context_management", IN_MESSAGES, Only({"edits": []}, {"edits": [KEEP_THINKING]})),
+    # OpenAI's Responses.
+    ("input", (RESPONSES,), Nested((str, list), f"text, or up to {MAX_MESSAGES:,} items")),
+    ("instructions", (RESPONSES,), Text(MAX_BODY_BYTES)),
+    ("max_output_tokens", (RESPONSES,), Integer(1, MAX_INTEGER)),
+    ("text", (RESPONSES,), Nested((dict,), "`format` as `response_format`, with its fields beside `type`")),
+    ("reasoning", (RESPONSES,), Nested((dict,), "`effort`; other names are ignored")),
+    ("tools", (RESPONSES,), Nested((list,), f"up to {MAX_MESSAGES:,} tools of type `function`")),
+    ("tool_choice", (RESPONSES,), Nested((str, dict), "as in chats; type: `function` with `name`")),
+    ("parallel_tool_calls", (RESPONSES,), Flag()),
+    ("store", (RESPONSES,), Only(False, why=STATELESS)),
+    *((name, (RESPONSES,), Only(why=STATELESS)) for name in ("previous_response_id", "conversation", "prompt")),
+    ("background", (RESPONSES,), Only(False, why=STATELESS)),
+    ("truncation", (RESPONSES,), Only("disabled")),
+    ("top_logprobs", (RESPONSES,), Only(0)),
+    ("include", (RESPONSES,), Only([], ["reasoning.encrypted_content"])),
+    *((name, (RESPONSES,), Ignored()) for name in ("user", "metadata", "service_tier", "safety_identifier")),
+    *((name, (RESPONSES,), Ignored()) for name in ("prompt_cache_key", "prompt_cache_retention", "stream_options")),
+    ("max_tool_calls", (RESPONSES,), Ignored()),
 ]
 FIELDS: dict[str, dict[str, Kind]] = {
     path: {name: kind for name, paths, kind in ROWS if path in paths}
-    for path in (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)
+    for path in (*FOUR, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
 }
 
 
@@ -576,6 +632,6 @@ def tables() -> str:
         lines.append(f"| `{path.replace('{model:path}', 'NAME')}` | {one.method} | {one.limit} |")
     lines += ["", "| field | paths | limit |", "|---|---|---|"]
     for name, paths, kind in ROWS:
-        where = "both" if paths == BOTH else ", ".join(f"`{path}`" for path in paths)
+        where = {BOTH: "both", FOUR: "all four"}.get(paths) or ", ".join(f"`{path}`" for path in paths)
         lines.append(f"| `{name}` | {where} | {kind.limit} |")
     return "\n".join(lines) + "\n"

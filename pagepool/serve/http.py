@@ -145,7 +145,7 @@ class Observer:
             path = printable(scope["path"])
             logger.error("%s %s failed for the request %s", printable(scope["method"]), path, name, exc_info=error)
             if status == 0:
-                await failure(name)(scope, receive, observed)
+                await failure(name, scope["path"])(scope, receive, observed)
         finally:
             if access_logger.isEnabledFor(logging.INFO):
                 client = "{}:{}".format(*scope["client"]) if scope.get("client") else "-"
@@ -169,15 +169,16 @@ async def on_refusal(http: HttpRequest, error: RequestError) -> Response:
         headers = {"www-authenticate": "Bearer"}
     if error.status == 408:  # the rest of the body may still arrive on this connection
         headers = {"connection": "close"}
-    return JSONResponse(error_object(error), error.status, headers)
+    return JSONResponse(error_object(error, http.url.path), error.status, headers)
 
 
 async def on_http_error(http: HttpRequest, error: HTTPException) -> Response:
     """Return the response to an unknown path or method."""
     message = f"{quoted(http.method)} {quoted(http.url.path)}: {error.detail}"
-    return JSONResponse(error_object(RequestError(error.status_code, message)), error.status_code)
+    return JSONResponse(error_object(RequestError(error.status_code, message), http.url.path), error.status_code)
 
 
-def failure(name: str) -> Response:
+def failure(name: str, path: str) -> Response:
     """Return the response to a request that failed with an unexpected exception, without its text."""
-    return JSONResponse(error_object(RequestError(500, f"internal error: see request {name} in the server's log")), 500)
+    error = RequestError(500, f"internal error: see request {name} in the server's log")
+    return JSONResponse(error_object(error, path), 500)

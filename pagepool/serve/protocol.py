@@ -13,7 +13,7 @@ from typing import Any
 from pagepool.engine.generation import Generation, Token
 from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.token_texts import TokenTexts
-from pagepool.serve.errors import RequestError, quoted
+from pagepool.serve.errors import RequestError, error_object, quoted
 from pagepool.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_fields
 from pagepool.serve.reasoning import Reasoning
 
@@ -56,6 +56,8 @@ class Request:
         A chat completion.
     model : str or None
         The requested model.
+    prompt_field : str
+        The field with the prompt.
     n : int
         Number of choices for each prompt.
     stream : bool
@@ -83,6 +85,7 @@ class Request:
     prompts: list[Any]
     is_chat: bool
     model: str | None
+    prompt_field: str = "messages"
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -157,6 +160,7 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
         prompts=[required(found, "messages")] if is_chat else required(found, "prompt"),
         is_chat=is_chat,
         model=found.get("model"),
+        prompt_field="messages" if is_chat else "prompt",
         n=found.get("n", 1),
         stream=found.get("stream", False),
         include_usage=options.get("include_usage") is True,
@@ -277,6 +281,7 @@ class Answer:
     """
 
     prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+    end = "data: [DONE]\n\n"  # of a stream
 
     def __init__(
         self,
@@ -321,7 +326,15 @@ class Answer:
         logprobs = self.logprobs_of_prompt(generation) if self.has_logprobs else None
         return self.choice(index, self.delta(self.prompt_of(index)), logprobs, None)
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def event(self, data: dict[str, Any]) -> str:
+        """Return a chunk as a server-sent event."""
+        return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+    def event_of(self, error: RequestError) -> str:
+        """Return an error as the last event of a stream."""
+        return self.event(error_object(error))
+
+    def first(self, index: int, generation: Generation) -> dict[str, Any] | None:
         """Return the chunk before the first token of a choice, or None."""
         return None
 
@@ -445,7 +458,7 @@ class ChatAnswer(Answer):
                 del choice["prompt_logprobs"]
         return found
 
-    def first(self, index: int) -> dict[str, Any] | None:
+    def first(self, index: int, generation: Generation) -> dict[str, Any] | None:
         return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def content(self, text: str) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -15,7 +14,7 @@ from starlette.responses import StreamingResponse
 
 from pagepool.engine.generation import Generation, Token
 from pagepool.errors import EngineClosed, RequestRejected
-from pagepool.serve.errors import RequestError, error_object
+from pagepool.serve.errors import RequestError
 from pagepool.serve.protocol import Answer
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
     usage = {"usage": None} if include_usage else {}
 
     def chunk(data: dict[str, Any]) -> str:
-        return event({**data, **usage})
+        return answer.event({**data, **usage})
 
     async def pump(index: int, generation: Generation) -> None:
         offset, has_begun = len(answer.prompt_of(index)), False
@@ -163,7 +162,7 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
     running = len(tasks)
     try:
         for index in range(running):
-            if (first := answer.first(index)) is not None:
+            if (first := answer.first(index, run.generations[index])) is not None:
                 yield chunk(first)
         while running:
             found = await queue.get()
@@ -174,19 +173,14 @@ async def events(run: Run, answer: Answer, include_usage: bool) -> AsyncIterator
             else:
                 yield found
         if include_usage:
-            yield event(answer.total(run.generations))
-        yield "data: [DONE]\n\n"
+            yield answer.event(answer.total(run.generations))
+        yield answer.end
     except RequestError as error:
-        yield event(error_object(error))
+        yield answer.event_of(error)
     except Exception as error:
         logger.error("the stream of the request %s failed", run.name, exc_info=error)
         sentence = f"internal error: see request {run.name} in the server's log"
-        yield event(error_object(RequestError(500, sentence)))
+        yield answer.event_of(RequestError(500, sentence))
     finally:
         for task in tasks:
             task.cancel()
-
-
-def event(data: dict[str, Any]) -> str:
-    """Format one server-sent event."""
-    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"

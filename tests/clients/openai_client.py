@@ -1,4 +1,4 @@
-"""OpenAI's Python client: completions, chats, streams, log probabilities, errors, and an abandoned stream."""
+"""OpenAI's Python client: completions, chats, responses, streams, log probabilities, errors, an abandoned stream."""
 
 import asyncio
 import sys
@@ -31,6 +31,11 @@ assert b"".join(bytes(token.bytes) for token in tokens).decode() == chat_text
 
 with client.chat.completions.stream(messages=messages, **common) as stream:
     assert "".join(event.delta for event in stream if event.type == "content.delta") == chat_text
+
+response = client.responses.create(model="tiny_llama", input="def main():", max_output_tokens=24, temperature=0)
+assert (response.output_text, response.status, response.usage.output_tokens) == (chat_text, "incomplete", 24)
+with client.responses.stream(model="tiny_llama", input=messages, max_output_tokens=24, temperature=0) as stream:
+    assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == chat_text
 
 stopped = client.completions.create(prompt="def main():", stop=["self"], **common)
 assert stopped.choices[0].text == text.split("self")[0] and stopped.choices[0].finish_reason == "stop"
