@@ -38,7 +38,8 @@ class Request:
     def choice(self, **fields: Any) -> Request:
         """Return a request for the same prompt, with other values in some fields of `params`. They are not checked."""
         params = self.params.changed(**fields)
-        detokenizer = Detokenizer(self.detokenizer.tokenizer, self.prompt, params.stop)
+        tokenizer = self.detokenizer.tokenizer
+        detokenizer = Detokenizer(tokenizer, self.prompt, params.stop, params.skip_special_tokens)
         return Request(self.prompt, params, detokenizer, self.grammar)
 
     def text_of(self, token: int, reason: str | None) -> tuple[str, str | None]:
@@ -187,7 +188,8 @@ class Intake(ABC):
         words = self.bad_word_ids(params.bad_words)
         grammar = None if params.structured is None else self.grammars.compiled(params.structured)
         params = params.changed(max_new_tokens=most, stop_token_ids=ends, bad_words=words)
-        return Request(tokens, params, Detokenizer(self.tokenizer, tokens, params.stop), grammar)
+        detokenizer = Detokenizer(self.tokenizer, tokens, params.stop, params.skip_special_tokens)
+        return Request(tokens, params, detokenizer, grammar)
 
     def _check_length(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Return the number of new tokens. Raises `RequestRejected` if they do not fit the model or the pool."""

@@ -98,6 +98,8 @@ class SamplingParams:
     structured : Structured, optional
         A grammar for the text: tokens that it forbids are never generated. A text that `max_new_tokens`, a stop string
         or `stop_token_ids` ends may be incomplete.
+    skip_special_tokens : bool
+        Leave special tokens of the tokenizer out of the text.
 
     Raises
     ------
@@ -128,6 +130,7 @@ class SamplingParams:
     bad_words: Any = ()
     prompt_logprobs: int | None = None
     structured: Structured | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -142,8 +145,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if not isinstance(self.ignore_eos, bool):
-            raise wrong("ignore_eos", "a bool", self.ignore_eos)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise wrong(name, "a bool", getattr(self, name))
         integer("min_tokens", self.min_tokens, 0)
         if not isinstance(self.structured, Structured | None):
             raise wrong("structured", "a Structured or None", self.structured)

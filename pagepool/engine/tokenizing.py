@@ -99,6 +99,7 @@ class Encoder:
         *,
         special_tokens_in_texts: bool = False,
         template_options: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """Return the token ids of a chat, including the header of the assistant's next message.
 
@@ -114,6 +115,8 @@ class Encoder:
             Let such text become control tokens, so that the author of a message can write turns of others.
         template_options : mapping, optional
             Variables of the chat template, such as `enable_thinking`. Text in them is treated as in a message.
+        tools : sequence of mappings, optional
+            Functions that the model may call, in OpenAI's form. Text in them is treated as in a message.
 
         Returns
         -------
@@ -128,7 +131,7 @@ class Encoder:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise RequestRejected("the model's tokenizer has no chat template")
         self._check_size(sum(len(one.get("content") or ()) for one in messages), max_tokens)
-        mark, options = None, dict(template_options or {})
+        mark, options = None, dict(template_options or {}) | ({"tools": tools} if tools else {})
         if not special_tokens_in_texts:
             (*messages, variables), mark = self._chat_text.mark([*messages, {"role": "", "options": options}])
             options = variables["options"]
@@ -210,6 +213,8 @@ class Detokenizer:
         Tokens of the prompt.
     stop : tuple of str
         Strings that end the text.
+    skip_special_tokens : bool
+        Leave special tokens of the tokenizer out of the text.
 
     Raises
     ------
@@ -228,12 +233,14 @@ class Detokenizer:
     True
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, prompt: Sequence[int], stop: tuple[str, ...] = (), skip_special_tokens: bool = True
+    ) -> None:
         if stop and tokenizer is None:
             raise TypeError(f"stop must be empty without a tokenizer, not {stop[0]!r}")
         self.stop_string: str | None = None  # the one that ended the text
         self.may_stop = True
-        self.tokenizer = tokenizer
+        self.tokenizer, self._skips_special = tokenizer, skip_special_tokens
         self._stop = sorted(stop)
         self._held = ""
         # `_ids` holds `_num_known` tokens with the decoded text `_known`, then the tokens of an incomplete character.
@@ -271,7 +278,7 @@ class Detokenizer:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+        return self.tokenizer.decode(ids, skip_special_tokens=self._skips_special) if ids else ""
 
     def _up_to_stop(self, new: str) -> str:
         """Return the held text and `new`, up to the first place where a stop string begins or may begin."""

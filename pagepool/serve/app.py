@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from time import monotonic, time
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from pagepool.engine.generation import Generation
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
 from pagepool.engine.sampling import SamplingParams
-from pagepool.engine.structured import MAX_COMPILING
+from pagepool.engine.structured import MAX_COMPILING, Structured
 from pagepool.engine.token_texts import TokenTexts
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
@@ -32,6 +33,7 @@ from pagepool.serve.access import Access, Keys, salt_of
 from pagepool.serve.errors import RequestError, quoted
 from pagepool.serve.fields import PATHS
 from pagepool.serve.http import Bodies, Observer, log_name, on_disconnect, on_http_error, on_refusal, read_id
+from pagepool.serve.message_parts import MessageParts
 from pagepool.serve.messages import MessagesAnswer, read_count, read_messages
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.places import Places, Waiting
@@ -47,9 +49,10 @@ from pagepool.serve.protocol import (
     read_request,
     read_tokenize,
 )
-from pagepool.serve.reasoning import Reasoning, begins_open, thinks
+from pagepool.serve.reasoning import CLOSE, Reasoning, begins_open, thinks
 from pagepool.serve.responses import ResponsesAnswer, read_response
 from pagepool.serve.runs import STOPPED, EventStream, Run, events
+from pagepool.serve.tools import Form, ToolCalls, form_of, grammar_of, schema_error
 
 __all__ = ["create_app"]
 
@@ -191,6 +194,10 @@ class Server:
         self.metrics = Metrics(engine)
         self._texts = TokenTexts(engine.tokenizer)
         self._thinks = thinks(engine.tokenizer)
+        try:
+            self._form: Form | str = form_of(engine.tokenizer)
+        except ValueError as error:
+            self._form = str(error)
         with suppress(RequestRejected):  # later it would hold up the steps of all requests
             engine.grammars.open()
         self._encoding = ThreadPoolExecutor(MAX_TOKENIZERS, "pagepool-encode")
@@ -299,7 +306,7 @@ class Server:
             self._engine.encoder.encode, add_special_tokens=request.add_special_tokens
         )
         if request.is_chat:
-            encode = partial(self.encode_chat, template_options=request.template_options)
+            encode = partial(self.encode_chat, template_options=request.template_options, tools=request.tools)
 
         async def work() -> Response:
             try:
@@ -377,9 +384,6 @@ class Server:
         generations = await self._finish(http, self._start(request, request_id))
         texts = await self._prompt_texts(request) if request.echo else ()
         answer = kind(self._model, self._texts, request, texts, **self._shown)
-        if isinstance(answer, ChatAnswer) and self._thinks and request.params.structured is None:
-            is_open = begins_open(self._engine.tokenizer, generations[0].prompt_token_ids)
-            answer.new_reasoning = partial(Reasoning, is_open)
         run = Run(log_name(http), generations, began, self._timeout, self.metrics, self._runs, request.structured_field)
         if self._stopping.is_set():
             run.cancel()
@@ -449,7 +453,7 @@ class Server:
         loop = asyncio.get_running_loop()
         encode: Callable[..., list[int]] = self._engine.encoder.encode
         if request.is_chat:
-            encode = partial(self.encode_chat, template_options=request.template_options)
+            encode = partial(self.encode_chat, template_options=request.template_options, tools=request.tools)
         waiting = self._places.take(len(request.prompts) * request.n)
         try:
             prompts = []
@@ -471,16 +475,50 @@ class Server:
             if words := request.params.bad_words:
                 ids = await loop.run_in_executor(self._encoding, self._engine.bad_word_ids, words)
                 request.params = request.params.changed(bad_words=ids)
+            if request.is_chat:
+                self._prepare(request, prompts[0])
             structured, grammars = request.params.structured, self._engine.grammars
             if structured is not None and grammars.kept(structured) is None:
                 await loop.run_in_executor(self._compiling, grammars.compiled, structured)
             return await loop.run_in_executor(self._submitting, self._submit, request, prompts, request_id, waiting)
         except RequestRejected as error:
+            if request.structured_field == "tools" and error.param == "structured":
+                sentence = f"tools: {schema_error(str(error), request.tools)}"
+                raise RequestError(400, sentence, error.code, "tools") from error
             raise refusal_of(error, request.prompt_field, request.structured_field) from error
         except EngineClosed as error:
             raise RequestError(503, str(error)) from error
         finally:
             waiting.end()
+
+    def _prepare(self, request: Request, prompt: list[int]) -> None:
+        """Set the grammar of a chat and how its text is split. Raises `RequestError`."""
+        structured = request.params.structured
+        is_open = self._thinks and begins_open(self._engine.tokenizer, prompt)
+        has_thoughts, form = self._thinks and (structured is None or is_open), self._form
+        new_calls: Callable[[], ToolCalls] | None = None
+        if request.tool_choice != "none":
+            may_think = self._thinks and not is_open
+            if not isinstance(form, Form):
+                raise RequestError(400, f"tools is not supported: {form}", "unsupported_parameter", "tools")
+            new_calls = partial(ToolCalls, form)
+            skips = request.params.skip_special_tokens and not form.has_special
+            request.params = request.params.changed(skip_special_tokens=skips)
+            try:
+                structured = Structured(
+                    grammar=grammar_of(form, request.tools, request.tool_choice, request.parallel_tool_calls, may_think)
+                )
+            except (TypeError, ValueError) as error:
+                raise RequestError(400, f"tools: {error}", param="tools") from None
+        if structured is not None:
+            structured = replace(structured, after=CLOSE) if is_open else structured
+            request.params = request.params.changed(structured=structured)
+
+        def new_parts() -> MessageParts:
+            reasoning = Reasoning(is_open) if has_thoughts else None
+            return MessageParts(reasoning, None if new_calls is None else new_calls(), request.include_reasoning)
+
+        request.new_parts = new_parts
 
     def _submit(
         self, request: Request, prompts: list[list[int]], request_id: str | None, waiting: Waiting

@@ -41,6 +41,7 @@ MAX_NAME = 256  # characters of a model's name or a salt
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 2048  # as OpenAI
 MAX_PARTS = 2048  # parts of the content of one message
+MAX_TOOLS = 128  # as OpenAI; also calls in one message
 MAX_DETOKENIZED = 1 << 17
 MAX_VARIABLES = 64
 MAX_VARIABLES_LENGTH = 1 << 16
@@ -54,6 +55,7 @@ RESERVED = (
 # A role may be part of the text of a chat, so it must not contain control tokens.
 ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 TOKEN = re.compile(r"[0-9]{1,10}")
+FUNCTION = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Kind(ABC):
@@ -229,11 +231,11 @@ class Prompts(Kind):
 
 
 class Messages(Kind):
-    """The messages of a chat. The parts of a message's content are joined to one text."""
+    """The messages of a chat. The parts of a message's content are joined to one text, and arguments are read."""
 
     limit = (
         f"1 to {MAX_MESSAGES:,} messages; role: up to 64 ASCII letters, digits and `_.-`; "
-        f"content: text, or up to {MAX_PARTS:,} texts"
+        f"content: text, or up to {MAX_PARTS:,} texts; tool_calls: up to {MAX_TOOLS}"
     )
 
     def read(self, name: str, value: Any) -> list[dict[str, Any]]:
@@ -249,7 +251,13 @@ class Messages(Kind):
         if not ROLE.fullmatch(role):
             sentence = f"the role of {place} must be up to 64 ASCII letters, digits and _.-, not {quoted(role)!r}"
             raise RequestError(400, sentence, param=name)
-        content = message.get("content")
+        calls = message.get("tool_calls")
+        if "tool_calls" in message:
+            message = {field: value for field, value in message.items() if field != "tool_calls" or value}
+        if calls:
+            message |= {"tool_calls": self._calls(f"{place}.tool_calls", name, calls)}
+        content = message.get("content", "" if calls else None)
+        content = "" if calls and content is None else content
         parts: list[Any] = content if isinstance(content, list) else [{"type": "text", "text": content}]
         check_count(name, parts, MAX_PARTS, f"parts in {place}")
         if not all(
@@ -259,6 +267,71 @@ class Messages(Kind):
             sentence = f"the content of {place} must be text: images and audio are not supported"
             raise RequestError(400, sentence, param=name)
         return {**message, "content": "".join(part["text"] for part in parts)}
+
+    def _calls(self, place: str, name: str, calls: Any) -> list[dict[str, Any]]:
+        """Return calls with their arguments as objects, which chat templates expect."""
+        if not isinstance(calls, list):
+            raise RequestError(400, f"{place} must be a list", param=name)
+        check_count(name, calls, MAX_TOOLS, f"calls in {place}")
+        found = []
+        for number, call in enumerate(calls):
+            function = call.get("function") if isinstance(call, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise RequestError(400, f"{place}[{number}] must be a call of a function with a name", param=name)
+            arguments = function.get("arguments")
+            try:
+                arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            except (ValueError, RecursionError):
+                arguments = None
+            if not isinstance(arguments, dict):
+                raise RequestError(400, f"the arguments of {place}[{number}] must be a JSON object", param=name)
+            known = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+            found.append(known | ({"id": call["id"]} if isinstance(call.get("id"), str) else {}))
+        return found
+
+
+class Tools(Kind):
+    """Functions that the model may call."""
+
+    limit = (
+        f"up to {MAX_TOOLS} functions; name: up to 64 ASCII letters, digits, `_` and `-`; "
+        "parameters: a JSON Schema of an object"
+    )
+
+    def read(self, name: str, value: Any) -> list[dict[str, Any]]:
+        if not isinstance(value, list):
+            raise wrong(name, "a list of functions", value)
+        check_count(name, value, MAX_TOOLS, "functions")
+        seen = set()
+        for number, tool in enumerate(value):
+            place = f"{name}[{number}]"
+            function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+            if not isinstance(function, dict):
+                raise RequestError(400, f"{place} must be an object with type function and a function", param=name)
+            called = function.get("name")
+            if not isinstance(called, str) or not FUNCTION.fullmatch(called) or called in seen:
+                sentence = f"the name of {place} must be up to 64 ASCII letters, digits, _ and -, and no other's"
+                raise RequestError(400, sentence, param=name)
+            seen.add(called)
+            for one, kind in (("parameters", dict), ("description", str)):
+                if not isinstance(function.get(one), kind | None):
+                    raise RequestError(400, f"the {one} of {place} must be of type {kind.__name__}", param=name)
+        return value
+
+
+class ToolChoice(Kind):
+    """How tools are used: "none", "auto", "required", or a tuple with the name of one function."""
+
+    limit = '`"none"`, `"auto"`, `"required"`, or a function: `{"type": "function", "function": {"name": ...}}`'
+
+    def read(self, name: str, value: Any) -> str | tuple[str]:
+        if value in ("none", "auto", "required"):
+            return str(value)
+        function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+        called = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(called, str):
+            raise wrong(name, "none, auto, required, or an object with a function and its name", value)
+        return (called,)
 
 
 class StreamOptions(Kind):
@@ -514,17 +587,20 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("best_of", BOTH, Only(1)),
     ("suffix", BOTH, Only("")),
     ("response_format", BOTH, ResponseFormat()),
-    ("tools", BOTH, Only([])),
-    ("tool_choice", BOTH, Only("none")),
+    ("tools", (CHAT, TOKENIZE), Tools()),
+    ("tools", (COMPLETIONS,), Only([])),
+    ("tool_choice", (CHAT,), ToolChoice()),
+    ("tool_choice", (COMPLETIONS,), Only("none")),
     ("functions", BOTH, Only([])),
     ("function_call", BOTH, Only("none")),
     ("modalities", BOTH, Only(["text"])),
     ("audio", BOTH, Only()),
-    ("parallel_tool_calls", BOTH, Only(True, False)),
+    ("parallel_tool_calls", (CHAT,), Flag()),
+    ("parallel_tool_calls", (COMPLETIONS,), Only(True, False)),
     # vLLM's.
     ("use_beam_search", BOTH, Only(False)),
     ("length_penalty", BOTH, Only(1)),
-    ("skip_special_tokens", BOTH, Only(True)),
+    ("skip_special_tokens", BOTH, Flag()),
     ("spaces_between_special_tokens", BOTH, Only(True)),
     ("include_stop_str_in_output", BOTH, Only(False)),
     ("watermarking", BOTH, Only(False)),

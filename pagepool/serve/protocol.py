@@ -15,7 +15,7 @@ from pagepool.engine.sampling import SamplingParams
 from pagepool.engine.token_texts import TokenTexts
 from pagepool.serve.errors import RequestError, error_object, quoted
 from pagepool.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_fields
-from pagepool.serve.reasoning import Reasoning
+from pagepool.serve.message_parts import MessageParts
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
@@ -37,6 +37,7 @@ DEFAULT_MAX_TOKENS = 16  # for completions, as in OpenAI and vLLM; chats have no
 # Fields that are passed to `SamplingParams` unchanged.
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "seed", "min_tokens", "ignore_eos"),
+    *("skip_special_tokens",),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words"),
 )
 # Fields that give a grammar. A request has at most one of them.
@@ -76,6 +77,14 @@ class Request:
         The field that `params.structured` comes from.
     template_options : dict
         Variables of the chat template.
+    tools : list of dict
+        Functions that the chat template describes to the model.
+    tool_choice : str or tuple of str
+        "none", "auto", "required", or the name of the function that must be called. "none" without tools.
+    parallel_tool_calls : bool
+        Allow several calls.
+    new_parts : callable
+        Returns a splitter for the text of a choice of a chat.
     include_reasoning : bool
         Report what the model thinks, if its chat template knows this.
     options : dict
@@ -95,6 +104,10 @@ class Request:
     structured_field: str | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     template_options: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | tuple[str] = "none"
+    parallel_tool_calls: bool = True
+    new_parts: Callable[[], MessageParts] = MessageParts
     include_reasoning: bool = True
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -148,11 +161,8 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
     RequestError
         If a parameter is missing, wrong, unknown or not supported.
     """
-    unread = {
-        tools
-        for tools, choice in (("tools", "tool_choice"), ("functions", "function_call"))
-        if body.get(choice) == "none"
-    }
+    unread = {"functions"} if body.get("function_call") == "none" else set()
+    unread |= {"tools"} if body.get("tool_choice") == "none" and not is_chat else set()
     body = {name: value for name, value in body.items() if name not in unread}
     found = read_fields(body, CHAT if is_chat else COMPLETIONS)
     options = found.get("stream_options", {})
@@ -167,6 +177,8 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
         echo=found.get("echo", False),
         shows_prompt_logprobs="prompt_logprobs" in found,
         template_options=found.get("chat_template_kwargs", {}),
+        tools=found.get("tools", []),
+        parallel_tool_calls=found.get("parallel_tool_calls", True),
         include_reasoning=found.get("include_reasoning", True),
         options={name: found[name] for name in ("priority", "cache_salt") if name in found},
     )
@@ -191,6 +203,11 @@ def read_request(body: Mapping[str, Any], is_chat: bool, defaults: Mapping[str, 
         raise RequestError(400, f"a request must have {given[0]} or {given[1]}, not both", param=given[1])
     request.structured_field = given[0] if given else None
     structured = found[given[0]] if given else None
+    request.tool_choice = _tool_choice(found, request.tools)
+    if request.tool_choice != "none":
+        if given:
+            raise RequestError(400, f"a request must have tools or {given[0]}, not both", param=given[0])
+        request.structured_field = "tools"
     sampling = {"temperature": 1.0, **(defaults or {}), **{name: found[name] for name in SAMPLING if name in found}}
     try:
         sampling["structured"] = structured
@@ -214,6 +231,7 @@ class TokenizeRequest:
     model: str | None
     add_special_tokens: bool
     template_options: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
@@ -226,9 +244,11 @@ def read_tokenize(body: Mapping[str, Any]) -> TokenizeRequest:
     if is_chat and special:
         raise RequestError(400, "add_special_tokens is not supported with messages", param="add_special_tokens")
     prompt = required(found, "messages" if is_chat else "prompt")
-    if not is_chat and found.get("chat_template_kwargs"):
-        raise RequestError(400, "chat_template_kwargs needs messages", param="chat_template_kwargs")
-    return TokenizeRequest(prompt, is_chat, found.get("model"), special, found.get("chat_template_kwargs", {}))
+    more = {name: found[name] for name in ("chat_template_kwargs", "tools") if found.get(name)}
+    for name in more if not is_chat else ():
+        raise RequestError(400, f"{name} needs messages", param=name)
+    options, tools = more.get("chat_template_kwargs", {}), more.get("tools", [])
+    return TokenizeRequest(prompt, is_chat, found.get("model"), special, options, tools)
 
 
 def read_detokenize(body: Mapping[str, Any]) -> tuple[str | None, list[int]]:
@@ -249,6 +269,16 @@ def _prompt_logprobs(found: Mapping[str, Any], echo: bool, logprobs: int | None,
     own: int | None = found.get("prompt_logprobs")
     counts = [count for count in (own, logprobs if echo else None) if count is not None]
     return max(counts) if counts else 0 if limit == 0 else None
+
+
+def _tool_choice(found: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str | tuple[str]:
+    """Return `Request.tool_choice`. Raises `RequestError`."""
+    choice: str | tuple[str] = found.get("tool_choice", "auto")
+    if not tools and choice not in ("none", "auto"):
+        raise RequestError(400, "tool_choice needs tools", param="tool_choice")
+    if isinstance(choice, tuple) and choice[0] not in {tool["function"]["name"] for tool in tools}:
+        raise RequestError(400, f"tool_choice names {quoted(choice[0])!r}, which is not in tools", param="tool_choice")
+    return choice if tools else "none"
 
 
 def _max_tokens(found: Mapping[str, Any], is_chat: bool, may_be_0: bool) -> int | None:
@@ -293,7 +323,6 @@ class Answer:
         shows_misses: bool = False,
     ) -> None:
         self._texts, self._prompts = texts, prompts
-        self._reasonings: dict[int, Reasoning] = {}  # of the choices of a stream
         self._shows_cached_tokens, self._shows_misses = shows_cached_tokens, shows_misses
         self._request, self._n = request, request.n
         self.has_logprobs, self.begins_with_prompt = request.params.logprobs is not None, request.echo
@@ -311,10 +340,10 @@ class Answer:
                     before = self.logprobs_of_prompt(generation)
                     logprobs = {name: before[name] + logprobs[name] for name in before}
             choice: dict[str, Any] = {"index": index, "logprobs": logprobs}
-            choice["finish_reason"] = generation.finish_reason
+            choice |= self.content(prompt + generation.text, generation.finish_reason)
             if self._request.shows_prompt_logprobs:
                 choice["prompt_logprobs"] = self.prompt_logprobs(generation)
-            choices.append({**choice, **self.content(prompt + generation.text)})
+            choices.append(choice)
         return {**self._common, "object": self.whole, "choices": choices, "usage": self.usage(generations)}
 
     def prompt_of(self, index: int) -> str:
@@ -376,9 +405,9 @@ class Answer:
         choice = {"index": index, **delta, "logprobs": logprobs, "finish_reason": reason}
         return {**self._common, "object": self.chunk, "choices": [choice]}
 
-    def content(self, text: str) -> dict[str, Any]:
-        """Return the part of a choice that holds its complete text."""
-        return {"text": text}
+    def content(self, text: str, reason: str | None) -> dict[str, Any]:
+        """Return the part of a choice that holds its complete text and its finish reason."""
+        return {"text": text, "finish_reason": reason}
 
     def delta(self, text: str | None) -> dict[str, Any]:
         """Return the part of a chunk that holds a piece of text. None marks the end of the text."""
@@ -447,8 +476,10 @@ class ChatAnswer(Answer):
     """Builds the JSON objects that answer a request for a chat completion."""
 
     prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-    # Splits the text of each choice. None: the whole text is the answer.
-    new_reasoning: Callable[[], Reasoning] | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._parts: dict[int, MessageParts] = {}  # of the choices of a stream
 
     def all(self, generations: list[Generation], tokens: list[list[Token]]) -> dict[str, Any]:
         found = super().all(generations, tokens)
@@ -461,36 +492,31 @@ class ChatAnswer(Answer):
     def first(self, index: int, generation: Generation) -> dict[str, Any] | None:
         return self.choice(index, {"delta": {"role": "assistant", "content": ""}}, None, None)
 
-    def content(self, text: str) -> dict[str, Any]:
-        more: dict[str, Any] = {}
-        if self.new_reasoning is not None:
-            reasoning = self.new_reasoning()
-            thought, text = map("".join, zip(reasoning.add(text), reasoning.flush(), strict=True))
-            more = {"reasoning_content": thought} if thought and self._request.include_reasoning else {}
-        return {"message": {"role": "assistant", "content": text, "refusal": None, **more}}
+    def content(self, text: str, reason: str | None) -> dict[str, Any]:
+        parts = self._request.new_parts()
+        return {"message": parts.whole(text), "finish_reason": self._reason(parts, reason)}
 
     def delta(self, text: str | None) -> dict[str, Any]:
         return {"delta": {} if text is None else {"content": text}}
 
     def piece(self, index: int, token: Token, offset: int) -> dict[str, Any] | None:
-        if self.new_reasoning is None:
-            return super().piece(index, token, offset)
-        if index not in self._reasonings:
-            self._reasonings[index] = self.new_reasoning()
-        delta = self._split(*self._reasonings[index].add(token.text))
+        if index not in self._parts:
+            self._parts[index] = self._request.new_parts()
+        delta = self._parts[index].add(token.text)
         if not delta and not self.has_logprobs:
             return None
         logprobs = self.logprobs([token], offset) if self.has_logprobs else None
         return self.choice(index, {"delta": delta}, logprobs, None)
 
     def last(self, index: int, reason: str | None) -> dict[str, Any]:
-        reasoning = self._reasonings.pop(index, None)
-        delta = {} if reasoning is None else self._split(*reasoning.flush())
-        return self.choice(index, {"delta": delta}, None, reason)
+        parts = self._parts.pop(index, None)
+        if parts is None:
+            return super().last(index, reason)  # no token has come
+        return self.choice(index, {"delta": parts.end()}, None, self._reason(parts, reason))
 
-    def _split(self, thought: str, answered: str) -> dict[str, Any]:
-        thought = thought if self._request.include_reasoning else ""
-        return {name: text for name, text in (("reasoning_content", thought), ("content", answered)) if text}
+    @staticmethod
+    def _reason(parts: MessageParts, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and parts.is_call else reason
 
     def logprobs(self, tokens: list[Token], offset: int) -> dict[str, Any]:
         content = []

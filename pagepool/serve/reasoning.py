@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Reasoning", "begins_open", "thinks"]
+__all__ = ["CLOSE", "Reasoning", "begins_open", "thinks"]
 
 OPEN, CLOSE = "<think>", "</think>"
 TAIL = 16  # tokens of the prompt that are decoded to find an open `<think>`

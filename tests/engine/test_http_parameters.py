@@ -50,7 +50,6 @@ def test_neutral_values_of_other_servers_parameters_change_nothing(is_chat):
     [
         ("use_beam_search", True),
         ("length_penalty", 1.5),
-        ("skip_special_tokens", False),
         ("include_stop_str_in_output", True),
         ("add_special_tokens", False),
         ("suffix", "x"),
@@ -63,13 +62,17 @@ def test_unsupported_values_are_refused_by_name(name, value):
     assert (raised.value.status, raised.value.param, raised.value.code) == (400, name, "unsupported_parameter")
 
 
-def test_tools_are_not_read_where_none_may_be_called():
+def test_tools_of_chats_are_read_and_other_tools_only_where_none_may_be_called():
     tools = [{"type": "function", "function": {"name": "f"}}]
-    assert params(True, tools=tools, tool_choice="none") == params(True)
+    for choice in ("none", "auto", "required"):
+        request = read(True, tools=tools, tool_choice=choice)
+        assert (request.tools, request.tool_choice) == (tools, choice)
+    assert read(True, tools=tools).tool_choice == "auto" and read(True, tool_choice="auto").tool_choice == "none"
+    assert params(tools=tools, tool_choice="none") == params()
     assert params(True, functions=tools, function_call="none") == params(True)
-    for choice in ({}, {"tool_choice": "auto"}, {"function_call": "none"}):
-        with pytest.raises(RequestError, match="tool"):
-            read(True, tools=tools, **choice)
+    for is_chat, given in ((False, {"tools": tools}), (True, {"functions": tools})):
+        with pytest.raises(RequestError, match="is not supported"):
+            read(is_chat, **given)
 
 
 def test_requests_of_load_tools_are_accepted():

@@ -438,7 +438,7 @@ BAD_CHATS = [
     ({}, "messages is missing"),
     ({"messages": [{"role": "user"}]}, "the content of messages[0] must be text"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "top_logprobs needs logprobs to be true"),
-    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools is not supported"),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools[0] must be an object"),
     (
         {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0},
         "max_completion_tokens must be at least 1, not 0",

@@ -76,6 +76,11 @@ def at_limit(kind):
     if isinstance(kind, fields.Messages):
         parts = [{"type": "text", "text": "x"}] * fields.MAX_PARTS
         return [[{"role": "u" * 64, "content": parts}], ONE * fields.MAX_MESSAGES]
+    if isinstance(kind, fields.Tools):
+        tools = [{"type": "function", "function": {"name": f"{number:064d}"}} for number in range(fields.MAX_TOOLS)]
+        return [[], tools]
+    if isinstance(kind, fields.ToolChoice):
+        return ["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]
     if isinstance(kind, fields.StreamOptions):
         return [{}, {"include_usage": True, "continuous_usage_stats": None, "other": 1}]
     if isinstance(kind, fields.ResponseFormat):
@@ -134,8 +139,22 @@ def beyond_limit(kind):
         contents = [None, 1, [{}], [{"type": "image_url"}], [{"type": "text", "text": None}], parts]
         roles = [None, 1, "", "u" * 65, "a b", "<|im_end|>", LONG, "\u00e9"]
         bad = [{"role": "user", "content": content} for content in contents]
+        calls = [{}, [1], [{"function": {}}], [{"function": {"name": "f"}}], [{"function": {"name": 1}}]]
+        calls.append([{"function": {"name": "f", "arguments": {}}}] * (fields.MAX_TOOLS + 1))
+        calls += [[{"function": {"name": "f", "arguments": value}}] for value in ("", "1", "{", "NaN", 1, [])]
+        bad += [{"role": "assistant", "content": None, "tool_calls": one} for one in calls]
         bad += [{"role": role, "content": "x"} for role in roles]
         return [*found, [], {}, ONE * (fields.MAX_MESSAGES + 1), *([one] for one in bad)]
+    if isinstance(kind, fields.Tools):
+        names = [None, 1, "", "a b", "x" * 65, "\u00e9"]
+        bad = [{"name": "f", "parameters": []}, {"name": "f", "description": 1}, *({"name": name} for name in names)]
+        one = {"type": "function", "function": {"name": "f"}}
+        lists = [[one, one], [{"type": "x", "function": {"name": "f"}}], [{"type": "function"}]]
+        lists += [[{"type": "function", "function": function}] for function in bad]
+        return [*[value for value in found if value != []], *lists, [one] * (fields.MAX_TOOLS + 1)]
+    if isinstance(kind, fields.ToolChoice):
+        names = [{}, {"name": 1}, None, [], "f"]
+        return [*found, "any", {"type": "function"}, *({"type": "function", "function": name} for name in names)]
     if isinstance(kind, fields.StreamOptions):
         return [*[value for value in found if not isinstance(value, dict)], {"include_usage": 1}]
     if isinstance(kind, fields.ResponseFormat):

@@ -212,7 +212,7 @@ def test_a_stream_is_the_whole_answer_wherever_it_is_cut(kind, fold):
 
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "4"}], "is_error": False}
 USE = {"type": "tool_use", "id": "a", "name": "add", "input": {"x": "\u00e9"}}
-CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"x": "\u00e9"}'}}
+CALL = {"id": "a", "type": "function", "function": {"name": "add", "arguments": {"x": "\u00e9"}}}
 
 
 def messages_of(*messages, **fields):

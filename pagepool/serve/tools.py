@@ -1,0 +1,385 @@
+"""Calls of tools: how a model writes them, the grammar that makes it write them so, and their parser.
+
+How a model writes calls is read from its chat template, from what that writes for the calls of an earlier message. The
+grammar allows exactly this, with JSON as `json.dumps` writes it. So the next prompt repeats the tokens of the answer,
+and finds them in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from pagepool.engine.grammar_check import OPTIONS, check_schema
+
+__all__ = ["Form", "ToolCalls", "form_of", "grammar_of", "schema_error"]
+
+# As `json.dumps`, which templates use: other white space would give other tokens in the next prompt.
+JSON_OPTIONS = {**OPTIONS, "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+del JSON_OPTIONS["whitespace_pattern"]
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+VALUES = {"enum", "const", "default", "examples"}  # keywords of a schema with values in them, not schemas
+NOTES = {"description", "title", "$comment"}
+TAG = re.compile(r"\s*(<[^\s<>]+>|\[[A-Z_]+\])")
+ID = re.compile(r'(?:, "id": "|\[CALL_ID\])callid00\d"?')  # not written by the model
+MARK = "\ufdd0"
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model writes the calls of a message: `begin` NAME `middle` JSON, `between` NAME `middle` JSON, ..., `end`.
+
+    Attributes
+    ----------
+    begin, middle, end : str
+        The texts around the names of functions and their arguments.
+    between : str or None
+        The text between two calls. None: a message has one call at most.
+    tag : str
+        The part of `begin` that makes a text a call wherever it occurs. Empty: the text must begin with `begin`.
+    gap : str
+        White space between a text and the tag. It belongs to neither.
+    special : tuple of (str, int)
+        Special tokens of the tokenizer, with their ids.
+    """
+
+    begin: str
+    middle: str
+    between: str | None
+    end: str
+    tag: str
+    gap: str
+    special: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def trigger(self) -> str:
+        """The text that begins calls."""
+        return self.tag or self.begin
+
+    @property
+    def rest(self) -> str:
+        """The text between the trigger and the first name."""
+        return self.begin[self.begin.find(self.trigger) + len(self.trigger) :]
+
+    @property
+    def has_special(self) -> bool:
+        """True if calls have special tokens, which a tokenizer usually leaves out of a text."""
+        texts = self.begin + self.middle + (self.between or "") + self.end
+        return any(text in texts for text, _ in self.special)
+
+
+def form_of(tokenizer: Any) -> Form:
+    """Return how a model writes calls. Raises ValueError if this does not follow from its chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("the model's tokenizer has no chat template")
+    user = {"role": "user", "content": "hi"}
+    tools = [_probe_tool(number) for number in (1, 2, 3)]
+
+    def written(messages: list[dict[str, Any]], **options: Any) -> str:
+        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        return text
+
+    def with_calls(count: int, content: str = "") -> str:
+        calls = [_probe_call(number) for number in range(1, count + 1)]
+        answers = [{"role": "tool", "tool_call_id": call["id"], "content": MARK * 2} for call in calls]
+        message = {"role": "assistant", "content": content, "tool_calls": calls}
+        return ID.sub("", written([user, message, *answers]))
+
+    try:
+        prompt = written([user], add_generation_prompt=True)
+        plain = written([user, {"role": "assistant", "content": MARK}])
+        one, marked = with_calls(1), with_calls(1, MARK)
+    except Exception as error:  # a template may raise any exception
+        raise ValueError(f"the chat template refuses a call of a tool: {str(error)[:200]}") from None
+    if "name_1" not in prompt:
+        raise ValueError("the chat template does not write the tools")
+    if "<|channel|>" in one:
+        raise ValueError("calls in channels are not supported")
+    arguments = one.find(ARGUMENTS.format(1))
+    name = one.rfind("name_1", 0, arguments)
+    place, start = marked.find(MARK), len(prompt)
+    follows = ""
+    if 0 <= place < marked.find(ARGUMENTS.format(1)) and one.startswith(marked[:place]):
+        start, follows = place, marked[place + 1 :]
+    if arguments < 0 or name < start or not one.startswith((prompt, marked[:place])):
+        raise ValueError("the chat template does not write a call as the name of its function and JSON after it")
+    begin, middle = one[start:name], one[name + len("name_1") : arguments]
+    ends = [plain[plain.find(MARK) + 1 :].strip(), *_special_tokens(tokenizer)]
+    tail = one[arguments + len(ARGUMENTS.format(1)) :]
+    places = [tail.find(end) for end in ends if end and end in tail]
+    # The end of an ordinary message, or else of what a special token ends.
+    if not places:
+        raise ValueError("the chat template does not write where a call ends")
+    end = tail[: tail.find(ends[0]) if ends[0] and ends[0] in tail else min(places)].rstrip()
+    between = None
+    try:
+        three = with_calls(3)
+    except Exception:
+        three = ""
+    first, last = one[: arguments + len(ARGUMENTS.format(1))], f"name_3{middle}{ARGUMENTS.format(3)}"
+    second = f"name_2{middle}{ARGUMENTS.format(2)}"
+    parts = re.fullmatch(f"{re.escape(first)}(.+?){re.escape(second)}(.+?){re.escape(last)}(.*)", three, re.DOTALL)
+    if parts and parts[1] == parts[2] and parts[3].startswith(end):
+        between = parts[1]
+    found = TAG.match(begin)
+    lead = begin[: len(begin) - len(begin.lstrip())]
+    gap = follows[: len(follows) - len(follows.lstrip())] or lead
+    if not begin.strip() or not middle or any("callid" in text or "name_" in text for text in (begin, middle, end)):
+        raise ValueError("the chat template does not write the name of a function and its arguments apart")
+    return Form(begin, middle, between, end, found[1] if found else "", gap, tuple(_special_tokens(tokenizer).items()))
+
+
+ARGUMENTS = '{{"argument": {}}}'
+
+
+def _probe_tool(number: int) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"argument": {"type": "integer", "description": "a number"}}}
+    function = {"name": f"name_{number}", "description": "a tool", "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def _probe_call(number: int) -> dict[str, Any]:
+    function = {"name": f"name_{number}", "arguments": {"argument": number}}
+    return {"id": f"callid00{number}", "type": "function", "function": function}
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {str(one): token for token, one in added.items() if getattr(one, "special", True)}
+
+
+def grammar_of(
+    form: Form,
+    tools: Sequence[dict[str, Any]],
+    choice: str | tuple[str] = "auto",
+    is_parallel: bool = True,
+    may_think: bool = False,
+) -> str:
+    """Return the grammar of a message, in Lark. The line of each tool has its number.
+
+    Parameters
+    ----------
+    form : Form
+        How the model writes calls.
+    tools : sequence of dict
+        Tools of the request.
+    choice : str or tuple of str
+        "auto": any text, or a text and then calls. "required": calls. A tuple: one call of the function with this name.
+    is_parallel : bool
+        Allow several calls.
+    may_think : bool
+        The message may begin with `<think>`, up to `</think>`.
+
+    Raises
+    ------
+    ValueError
+        If a schema is not supported. Most such schemas are found when the grammar is compiled.
+    """
+    lines = []
+    for number, tool in enumerate(tools):
+        function = tool["function"]
+        try:
+            schema = _schema_of(function.get("parameters"))
+        except ValueError as error:
+            raise ValueError(f"the parameters of the function {function['name']}: {error}") from None
+        lines.append(f"tool_{number}: {_literal(form, function['name'] + form.middle)} %json {schema}")
+    named = [number for number, tool in enumerate(tools) if choice in ("auto", "required", (tool["function"]["name"],))]
+    call = "(" + " | ".join(f"tool_{number}" for number in named) + ")"
+    may_repeat = is_parallel and form.between is not None and not isinstance(choice, tuple)
+    again = f"({_literal(form, form.between)} {call})*" if may_repeat else ""
+    calls = f"{_literal(form, form.rest)} {call} {again} {_literal(form, form.end)}"
+    trigger = _literal(form, form.trigger)
+    pattern = re.escape(form.trigger).replace("/", r"\/")
+    thought = r" & ~/\s*<think>(?s:.*)/" if may_think else ""
+    if choice != "auto":
+        body = f"{trigger} {calls}"
+    elif not form.tag:
+        body = f"TEXT | {trigger} {calls}"
+        lines.append(f"TEXT: /(?s:.*)/ & ~/{pattern}(?s:.*)/{thought}")
+    elif form.tag in dict(form.special):
+        body = f"TEXT ({trigger} {calls})?"
+        lines.append(f"TEXT: /(?s:.*)/{thought}")
+    else:
+        body = f"TEXT | tagged {calls}"
+        lines.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/{thought}")
+        lines += ["tagged[lazy]: TAGGED", f"TAGGED: /(?s:.*){pattern}/{thought}"]
+    if may_think:
+        lines.append(r'think[suffix="</think>"]: /\s*<think>(?s:.*)/')
+        body = rf"(think /\n{{0,2}}/)? ({body})"
+    return "\n".join([*lines, f"start: {body}", ""])
+
+
+def _literal(form: Form, text: str | None) -> str:
+    """Return a text in Lark. Special tokens are written by their ids."""
+    ids = dict(form.special)
+    words = sorted((word for word in ids if word in (text or "")), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, words))})", text or "") if words else [text or ""]
+    return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
+
+
+def _schema_of(parameters: Any) -> str:
+    """Return the schema of a function's arguments, as JSON. Raises ValueError."""
+    schema = NO_ARGUMENTS if parameters is None else _without_notes(parameters)
+    kind = schema.get("type", "object")
+    if kind != "object":
+        raise ValueError(f"type must be object, not {json.dumps(kind)[:100]}")
+    schema = {**schema, "type": "object", "x-guidance": JSON_OPTIONS}
+    text = json.dumps(schema, ensure_ascii=False)
+    check_schema(text)
+    return text
+
+
+def _without_notes(schema: Any) -> Any:
+    """Return a schema without descriptions, which may be most of it."""
+    if isinstance(schema, list):
+        return [_without_notes(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: value if name in VALUES else _without_notes(value)
+        for name, value in schema.items()
+        if name not in NOTES or not isinstance(value, str)
+    }
+
+
+def schema_error(message: str, tools: Sequence[dict[str, Any]]) -> str:
+    """Return the error of a grammar with the name of the function, which is in the line that the error names."""
+    found = re.search(r"\bat (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?)(?: \d+ \| |$)", message)
+    if found is None or not 1 <= int(found[1]) <= len(tools):
+        return message
+    return f"the parameters of the function {tools[int(found[1]) - 1]['function']['name']}: {found[2]}"
+
+
+class ToolCalls:
+    """Separates calls from the other text of a message that arrives in pieces.
+
+    The result does not depend on the cuts between the pieces. Arguments are passed on as they arrive.
+
+    Parameters
+    ----------
+    form : Form
+        How the model writes calls.
+
+    Attributes
+    ----------
+    is_complete : bool
+        True if there are calls, and all of them have ended.
+
+    Examples
+    --------
+    >>> calls = ToolCalls(Form('<call>{"name": "', '", "arguments": ', None, "}</call>", "<call>", ""))
+    >>> calls.add('Well. <call>{"na')
+    ('Well. ', [])
+    >>> calls.add('me": "add", "arguments": {"a":')[1][0]["function"]
+    {'name': 'add', 'arguments': '{"a":'}
+    >>> calls.add(" 1}}</call>"), calls.flush(), calls.is_complete
+    (('', [{'index': 0, 'function': {'arguments': ' 1}'}}]), '', True)
+    """
+
+    def __init__(self, form: Form) -> None:
+        self._form, self._held, self._state = form, "", "text" if form.tag else "start"
+        self._gap, self._count = "", 0
+        self._depth, self._in_text, self._is_escaped = 0, False, False  # of the arguments
+
+    @property
+    def is_complete(self) -> bool:
+        return self._count > 0 and (self._state == "done" or (self._state == "after" and self._has_ended()))
+
+    def add(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
+        """Add a piece; return the text that is final now, and what is new of calls, as OpenAI's deltas."""
+        self._held += piece
+        texts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        while self._step(texts, calls):
+            pass
+        return "".join(texts), calls
+
+    def flush(self) -> str:
+        """Return the text that was held back. Called at the end of the text."""
+        return self._take(len(self._held)) if self._state in ("text", "start") else ""
+
+    def _step(self, texts: list[str], calls: list[dict[str, Any]]) -> bool:
+        """Read on. Return false if this needs more text."""
+        form, held = self._form, self._held
+        if self._state == "text":
+            place = held.find(form.tag)
+            if place >= 0:
+                self._gap = form.gap if held.endswith(form.gap, 0, place) else ""
+                texts.append(self._take(place - len(self._gap)))
+                self._state = "start"
+                return True
+            wanted = (form.gap + form.tag, form.tag)
+            size = max(size for word in wanted for size in range(len(word)) if held.endswith(word[:size]))
+            texts.append(self._take(len(held) - size))
+            return False
+        if self._state == "start":
+            begin = self._gap + form.trigger + form.rest
+            if held.startswith(begin):
+                return self._enter("name", len(begin))
+            if not begin.startswith(held):  # ordinary text, after all
+                texts.append(self._take(len(self._gap) + len(form.tag)))
+                self._state = "text" if form.tag else "done"
+                return True
+            return False
+        if self._state == "name":
+            place = held.find(form.middle)
+            if place < 0:
+                return False
+            function = {"name": self._take(place), "arguments": ""}
+            calls.append({"index": self._count, "id": uuid4().hex[:9], "type": "function", "function": function})
+            self._count += 1
+            return self._enter("arguments", len(form.middle))
+        if self._state == "arguments":
+            end = self._end_of_json(held)
+            piece = self._take(len(held) if end < 0 else end)
+            if piece:
+                if not (calls and calls[-1]["index"] == self._count - 1):
+                    calls.append({"index": self._count - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += piece
+            return end >= 0 and self._enter("after", 0)
+        if self._state == "after":
+            if form.between is not None and held.startswith(form.between):
+                return self._enter("name", len(form.between))
+            if form.between is not None and form.between.startswith(held):
+                return False
+            if self._has_ended():
+                return self._enter("done", len(form.end))
+            return False
+        texts.append(self._take(len(held)))
+        return False
+
+    def _has_ended(self) -> bool:
+        return self._held.startswith(self._form.end)
+
+    def _enter(self, state: str, taken: int) -> bool:
+        self._state = state
+        self._take(taken)
+        return True
+
+    def _take(self, size: int) -> str:
+        taken, self._held = self._held[:size], self._held[size:]
+        return taken
+
+    def _end_of_json(self, text: str) -> int:
+        """Return the place in `text` behind the object that the arguments are, or -1. Each text is passed once."""
+        for place, character in enumerate(text):
+            if self._in_text:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == '"':
+                    self._in_text = False
+            elif character == '"':
+                self._in_text = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return place + 1
+        return -1

@@ -1,0 +1,234 @@
+"""Tools over HTTP: how a model's calls are found, constrained, streamed and written back to its next prompt."""
+
+import json
+
+import pytest
+from test_serve import serving
+
+for name in ("starlette", "uvicorn", "httpx", "openai", "llguidance", "transformers", "jinja2"):
+    pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
+
+from chat_templates import CHATML, Templated  # noqa: E402
+from fake_runner import FakeRunner  # noqa: E402
+
+CHAT = "/v1/chat/completions"
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": CITY}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+TOOLS = [WEATHER, CLOCK]
+USER = {"role": "user", "content": "hi"}
+ONE = '{"city": "K\u00f6ln \\"}\\\\", "days": 2}'
+# A text and one call, and a text and two calls, as each family writes them.
+QWEN = f'Well.\n<tool_call>\n{{"name": "weather", "arguments": {ONE}}}\n</tool_call>'
+MISTRAL = f'Well.[TOOL_CALLS] [{{"name": "weather", "arguments": {ONE}}}'
+LLAMA3 = f'{{"name": "weather", "parameters": {ONE}}}'
+SAID = {
+    "qwen": (QWEN, f'{QWEN}\n<tool_call>\n{{"name": "clock", "arguments": {{}}}}\n</tool_call>'),
+    "llama3": (LLAMA3, LLAMA3),
+    "mistral": (f"{MISTRAL}]", f'{MISTRAL}, {{"name": "clock", "arguments": {{}}}}]'),
+}
+
+
+def served_by(family, *answers, template=None, **limits):
+    tokenizer = Templated(family, template)
+    runner = FakeRunner(num_blocks=4096, max_model_len=12_000, next_token=tokenizer.answering(*answers))
+    return serving(runner, tokenizer, **limits)
+
+
+def asked(served, status=200, **body):
+    response = served.http.post(CHAT, json={"messages": [USER], "tools": TOOLS, "temperature": 0, **body})
+    assert response.status_code == status, response.text
+    return response.json() if status == 200 else response.json()["error"]
+
+
+def streamed(served, **body):
+    """Return the messages and finish reasons of a stream, put together from its deltas like OpenAI's client does."""
+    body = {"messages": [USER], "tools": TOOLS, "temperature": 0, "stream": True, **body}
+    messages, reasons = {}, {}
+    for line in served.http.post(CHAT, json=body).text.split("\n\n")[:-2]:
+        for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            message = messages.setdefault(choice["index"], {"content": "", "reasoning_content": "", "tool_calls": []})
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content"):
+                message[name] += delta.get(name) or ""
+            for call in delta.get("tool_calls", ()):
+                if call["index"] == len(message["tool_calls"]):
+                    assert call["id"] and call["type"] == "function"
+                    message["tool_calls"].append(dict(call["function"]))
+                else:
+                    assert set(call) == {"index", "function"} and set(call["function"]) == {"arguments"}
+                    message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            reasons[choice["index"]] = choice["finish_reason"]
+    return [messages[index] for index in sorted(messages)], [reasons[index] for index in sorted(reasons)]
+
+
+def whole(answer):
+    found = []
+    for choice in answer["choices"]:
+        message = choice["message"]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        found.append({"content": message["content"] or "", "tool_calls": calls})
+        found[-1]["reasoning_content"] = message.get("reasoning_content", "")
+    return found, [choice["finish_reason"] for choice in answer["choices"]]
+
+
+@pytest.mark.parametrize("is_parallel", [True, False])
+@pytest.mark.parametrize("family", SAID)
+def test_calls_are_apart_from_the_text_whole_and_streamed(family, is_parallel):
+    with served_by(family, SAID[family][1]) as served:
+        body = {"n": 2, "parallel_tool_calls": is_parallel}
+        found = whole(asked(served, **body))
+        assert found == streamed(served, **body)
+        messages, reasons = found
+        calls = [{"name": "weather", "arguments": ONE}, {"name": "clock", "arguments": "{}"}]
+        count = 2 if is_parallel and family != "llama3" else 1
+        for message in messages:
+            assert message["content"] == ("" if family == "llama3" else "Well.")
+            assert message["tool_calls"] == calls[:count]
+        assert reasons == ["tool_calls"] * 2
+        message = asked(served)["choices"][0]["message"]
+        assert {call["type"] for call in message["tool_calls"]} == {"function"}
+        assert len({call["id"] for call in message["tool_calls"]}) == len(message["tool_calls"])
+        assert message["content"] == (None if family == "llama3" else "Well.")
+
+
+@pytest.mark.parametrize("family", SAID)
+def test_a_choice_of_tools_says_what_may_be_called(family):
+    with served_by(family, "Just <a [text] {\nwith <tool_cal\u00e9") as served:
+        for choice in (None, "auto", "none"):
+            found = asked(served, tool_choice=choice)["choices"][0]
+            assert found["message"]["content"] == "Just <a [text] {\nwith <tool_cal\u00e9"
+            assert "tool_calls" not in found["message"] and found["finish_reason"] == "stop"
+    with served_by(family, SAID[family][0].removeprefix("Well.").lstrip()) as served:
+        for name in ("weather", "clock"):
+            choice = {"type": "function", "function": {"name": name}} if name == "clock" else "required"
+            (message,), (reason,) = found = whole(asked(served, tool_choice=choice))
+            assert found == streamed(served, tool_choice=choice)
+            assert message["tool_calls"] == [{"name": name, "arguments": ONE if name == "weather" else "{}"}]
+            assert reason == "tool_calls" and message["content"] == ""
+
+
+def test_a_call_that_the_limit_of_tokens_cuts_has_the_reason_length():
+    said = SAID["qwen"][0]
+    with served_by("qwen", said) as served:
+        for size in range(1, len(said.encode()), 7):
+            found = whole(asked(served, max_tokens=size))
+            assert found == streamed(served, max_tokens=size)
+            (message,), (reason,) = found
+            assert reason == "length" and all(ONE.startswith(call["arguments"]) for call in message["tool_calls"])
+
+
+def test_a_stop_string_ends_a_message_with_a_call():
+    with served_by("qwen", SAID["qwen"][1]) as served:
+        for stop, count, reason in (("ll.", 0, "stop"), ("days", 1, "stop"), ("</tool_call>\n", 1, "stop")):
+            found = whole(asked(served, stop=[stop]))
+            assert found == streamed(served, stop=[stop])
+            assert len(found[0][0]["tool_calls"]) == count and found[1] == [reason]
+
+
+def test_log_probabilities_are_of_all_tokens():
+    said = SAID["mistral"][0]
+    with served_by("mistral", said) as served:
+        answer = asked(served, logprobs=True, top_logprobs=1)["choices"][0]
+        texts = [token["token"] for token in answer["logprobs"]["content"]]
+        assert len(texts) == len(Templated("mistral")(said)["input_ids"]) + 1  # and the stop token
+        assert "[TOOL_CALLS]" in texts
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_thoughts_and_calls_are_apart(is_open):
+    thought = "Is it <tool_call> or\nnot?"
+    said = f"<think>\n{thought}\n</think>\n\n" + SAID["qwen"][1]
+    with served_by("qwen", said) as served:
+        for choice in ("auto", "required"):
+            body = {"chat_template_kwargs": {"opens": is_open}, "tool_choice": choice, "max_tokens": 900}
+            found = whole(asked(served, **body))
+            assert found == streamed(served, **body)
+            (message,), reasons = found
+            assert message["reasoning_content"] == thought and reasons == ["tool_calls"]
+            if choice == "auto":
+                assert message["content"] == "Well." and len(message["tool_calls"]) == 2
+
+
+def test_a_grammar_begins_behind_thoughts_that_the_prompt_opens():
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    with served_by("qwen", f"<think>\nHm, {{\n</think>\n\n{ONE}") as served:
+        for is_open in (True, False):
+            body = {"chat_template_kwargs": {"opens": is_open}, "response_format": schema, "tools": None}
+            found = whole(asked(served, **body, max_tokens=300))
+            assert found == streamed(served, **body, max_tokens=300)
+            ((message,), _) = found
+            assert message["reasoning_content"] == ("Hm, {" if is_open else "")
+            assert not is_open or message["content"] == ONE
+
+
+def tool(**parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def called(arguments):
+    return [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [WEATHER, tool(properties={"x": {"uniqueItems": True}})]}, "tools", ["function f:", "uniqueItems"]),
+        ({"tools": [tool(type="array")]}, "tools", ["function f:", "array"]),
+        ({"tools": [tool(maximum=1.5, exclusiveMinimum=1)]}, "tools", ["function f:", "exclusiveMinimum"]),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", ["tools"]),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", ["'g'"]),
+        ({"response_format": {"type": "json_object"}}, "response_format", ["tools"]),
+        ({"messages": called("[1]")}, "messages", ["messages[1].tool_calls[0]", "JSON object"]),
+        ({"messages": called('{"a": ')}, "messages", ["messages[1].tool_calls[0]", "JSON object"]),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages", ["messages[1]"]),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(body, param, words):
+    with served_by("qwen", "x") as served:
+        for stream in (False, True):
+            error = asked(served, 400, stream=stream, **body)
+            assert error["param"] == param and all(word in error["message"] for word in words), error
+
+
+def test_a_template_that_writes_no_tools_refuses_them():
+    with served_by("qwen", "x", template=CHATML) as served:
+        error = asked(served, 400)
+        assert error["param"] == "tools" and "chat template" in error["message"]
+        assert asked(served, tool_choice="none")["choices"][0]["message"]["content"] == "x"
+
+
+def test_tokenize_counts_the_tools():
+    with served_by("qwen", "x") as served:
+        answer = served.http.post("/tokenize", json={"messages": [USER], "tools": TOOLS}).json()
+        assert answer["count"] == asked(served)["usage"]["prompt_tokens"]
+
+
+def test_a_conversation_with_tools_finds_all_of_its_last_turn_in_the_cache():
+    """20 turns of an agent: thoughts, texts, one or two calls, and their results."""
+    answers = []
+    for number in range(20):
+        arguments = json.dumps({"city": f'K\u00f6ln "{number}"\n', "days": number % 9 + 1}, ensure_ascii=False)
+        call = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+        more = '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' if number % 3 == 0 else ""
+        text = f"Let me see {number}.\n" if number % 2 else ""
+        answers.append(f"<think>\nI need the weather {number}.\n</think>\n\n{text}{call}{more}")
+    messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Compare the cities."}]
+    with served_by("qwen", *answers, shows_cached_tokens=True) as served:
+        found = total = before = 0
+        for number in range(20):
+            answer = asked(served, messages=messages, chat_template_kwargs={"opens": False})
+            message, usage = answer["choices"][0]["message"], answer["usage"]
+            assert len(message["tool_calls"]) == (2 if number % 3 == 0 else 1)
+            found, total = found + usage["prompt_tokens_details"]["cached_tokens"], total + before
+            before = usage["prompt_tokens"] + usage["completion_tokens"]
+            messages.append({name: value for name, value in message.items() if name != "refusal"})
+            messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": "fog"} for call in message["tool_calls"]
+            ]
+        assert found >= 0.99 * total > 0

@@ -1,0 +1,122 @@
+"""Calls of tools: their form is what a chat template writes, and no cut of a text changes what is found in it."""
+
+import itertools
+import json
+
+import pytest
+from share import examples
+
+for name in ("transformers", "jinja2"):
+    pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
+
+from chat_templates import CHATML, QWEN, TEMPLATES, Templated  # noqa: E402
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from pagepool.serve.message_parts import MessageParts  # noqa: E402
+from pagepool.serve.reasoning import Reasoning  # noqa: E402
+from pagepool.serve.tools import ToolCalls, form_of  # noqa: E402
+
+FORMS = {family: form_of(Templated(family)) for family in TEMPLATES}
+
+
+@pytest.mark.parametrize(
+    ("family", "begin", "middle", "between", "end", "tag"),
+    [
+        ("qwen", '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>\n<tool_call>\n{"name": "',
+         "}\n</tool_call>", "<tool_call>"),
+        ("llama3", '{"name": "', '", "parameters": ', None, "}", ""),
+        ("mistral", '[TOOL_CALLS] [{"name": "', '", "arguments": ', '}, {"name": "', "}]", "[TOOL_CALLS]"),
+    ],
+)  # fmt: skip
+def test_the_form_of_calls_is_what_the_template_writes(family, begin, middle, between, end, tag):
+    form = FORMS[family]
+    assert (form.begin, form.middle, form.between, form.end, form.tag) == (begin, middle, between, end, tag)
+    assert form.has_special == (family == "mistral") and form.gap == ("\n" if family == "qwen" else "")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (CHATML, "does not write the tools"),
+        (None, "no chat template"),
+        ("{{ raise_exception('no tools here') }}", "no tools here"),
+        ("{{ tools | tojson }}" + CHATML, "as the name of its function and JSON"),
+        (QWEN.replace("call['function']['arguments'] | tojson", "'<a>' ~ call.id"), "as the name of its function"),
+        (QWEN.replace('"name": "', '"id": "{{ call.id }}", "name": "'), "apart"),
+        (QWEN.replace("<tool_call>", "<|channel|>"), "channels"),
+    ],
+)
+def test_a_template_that_does_not_write_calls_says_so(template, words):
+    tokenizer = Templated("qwen", template or "x")
+    if template is None:
+        tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=words):
+        form_of(tokenizer)
+
+
+def found(form, pieces, thinks=False):
+    """Return the text, the thoughts and the calls of a text in pieces, and whether the calls are complete."""
+    parts = MessageParts(Reasoning() if thinks else None, ToolCalls(form))
+    texts, calls = {"content": "", "reasoning_content": ""}, []
+    for delta in [*map(parts.add, pieces), parts.end()]:
+        for name in texts:
+            texts[name] += delta.get(name, "")
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                calls.append(["", ""])
+            for place, name in enumerate(("name", "arguments")):
+                calls[call["index"]][place] += call["function"].get(name, "")
+    return texts, calls, parts.is_call
+
+
+NAMES = st.sampled_from(["f", "get_weather", "a-b"])
+ARGUMENTS = st.sampled_from(
+    [{}, {"a": '"}]\\'}, {"a": [{"b": "</tool_call>"}], "\u00e9": None}, {"name": "x", "c": "\n"}]
+)
+CALLS = st.lists(st.tuples(NAMES, ARGUMENTS), min_size=1, max_size=3)
+
+
+def written(form, calls):
+    bodies = [f"{name}{form.middle}{json.dumps(arguments, ensure_ascii=False)}" for name, arguments in calls]
+    return form.begin + (form.between or "").join(bodies) + form.end
+
+
+@pytest.mark.parametrize("family", FORMS)
+@examples(100)
+@given(
+    calls=CALLS,
+    text=st.sampled_from(["", "Well.", "a\n\n", "<tool", "{", "\u00e9 <tool_cal <", "[TOOL_CALL", "\n"]),
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+)
+def test_no_cut_changes_the_calls_that_are_found(family, calls, text, cuts):
+    """Some 10,000 cuts for each form: at every place of each text, at some places together, and at all places."""
+    form = FORMS[family]
+    calls = calls[: 1 if form.between is None else 3]
+    text = text if form.tag else ""
+    said = text + (form.gap if text else "") + written(form, calls)
+    whole = found(form, [said])
+    assert whole[0]["content"] == text and whole[2]
+    assert [[name, json.loads(arguments)] for name, arguments in whole[1]] == [list(call) for call in calls]
+    for cut in range(len(said) + 1):
+        assert found(form, [said[:cut], said[cut:]]) == whole
+    assert found(form, said) == whole
+    places = sorted({0, *(cut for cut in cuts if cut < len(said)), len(said)})
+    assert found(form, [said[a:b] for a, b in itertools.pairwise(places)]) == whole
+
+
+PARTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", '\n{"name": "', 'f", "arguments": ', "{}", "}", "<think>", "]"]
+PARTS += ["</think>", "\n", "<tool", " ", "a", '{"name": "', 'f", "parameters": ', "\u00e9", ' [{"name": "']
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize("family", FORMS)
+@examples(100)
+@given(text=st.lists(st.sampled_from(PARTS), max_size=10).map("".join))
+def test_a_text_that_looks_like_a_call_is_the_same_in_pieces(family, thinks, text):
+    form = FORMS[family]
+    whole = found(form, [text], thinks)
+    assert all(found(form, [text[:cut], text[cut:]], thinks) == whole for cut in range(len(text) + 1))
+    assert found(form, text, thinks) == whole
+    if not thinks and not whole[1] and not any(form.begin in text[place:] for place in range(len(text))):
+        assert whole[0]["content"] == text
