@@ -27,6 +27,7 @@ from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.keys import listed
 from pagepool.prefix.radix_tree import token_row
 from pagepool.prefix.store import PrefixStore
+from pagepool.prefix.stored_pages import move_page
 
 __all__ = ["PageTier", "TierMatch"]
 
@@ -154,7 +155,7 @@ class PageTier:
             raise
         self._allocator = self._pool.allocator
         self._reader = ThreadPoolExecutor(1, "pagepool-tier")
-        self._pages: NDArray[np.uint8] = self._pool.numpy().view(np.uint8)
+        self._pages: NDArray[np.uint8] = self._pool.numpy().view(np.uint8)[:, : self.page_bytes]
 
     def _open_pool(self, layout: KvLayout, most: int, digest: str) -> KvCachePool:
         """Return the pool, with all memory that the budget has: no later call waits until the system finds some.
@@ -258,9 +259,7 @@ class PageTier:
         if len(into) > len(blocks):
             raise ValueError(f"into has {len(into)} buffers, the match {len(blocks)} pages from page {start} on")
         for block, page in zip(blocks.tolist(), into, strict=False):
-            source = self._pages[block]
-            for begin, part in self._parts(page):
-                part[:] = source[begin : begin + part.size]
+            move_page(self._pages[block], page, into_page=False)
 
     def put(self, tokens: Any, pages: Sequence[Any], *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """Keep the pages of a prompt. Evicts pages that were used longest ago if needed. Copies without the GIL.
@@ -295,9 +294,7 @@ class PageTier:
             before = self._cache.match_held(known, row, cache_salt, keys, is_use=False).tolist()
             blocks = [*before, *self._allocate(fresh, len(pages) - len(before))]
             for place in range(len(before), len(blocks)):
-                target = self._pages[blocks[place]]
-                for begin, part in self._parts(pages[place]):
-                    target[begin : begin + part.size] = part
+                move_page(self._pages[blocks[place]], pages[place], into_page=True)
             row = row[: len(blocks) * size]
             self._cache.cache_blocks(
                 row, blocks, cache_salt=cache_salt, extra_keys=keys, start=len(before), epoch=epoch
@@ -331,17 +328,6 @@ class PageTier:
         except PoolExhausted:  # another process was faster
             return []
         return blocks
-
-    def _parts(self, page: Any) -> list[tuple[int, NDArray[np.uint8]]]:
-        """Return the buffers of a page with their places in it. Raises `ValueError` unless they fill the page."""
-        found, end = [], 0
-        for buffer in page if isinstance(page, (list, tuple)) else (page,):
-            part = np.frombuffer(buffer, np.uint8)
-            found.append((end, part))
-            end += part.size
-        if end != self.page_bytes:
-            raise ValueError(f"a page has {self.page_bytes} bytes, got {end}")
-        return found
 
     def store(self, tokens: Any, *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> None:
         """Let a thread write the pages of a prompt that are in memory to the store. Does nothing without a store.

@@ -3,7 +3,7 @@
 cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.mem cimport PyMem_Calloc, PyMem_Free
+from cpython.mem cimport PyMem_Calloc, PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -24,6 +24,7 @@ __all__ = [
     "SUM_KEY_BYTES",
     "block_bytes",
     "load_pages",
+    "move_page",
     "page_sums",
     "punch",
     "read_block",
@@ -202,6 +203,44 @@ def write_block(BlockAllocator allocator not None, block, bytes_of_block):
     The caller holds the only reference to the block. Releases the GIL. Raises as `read_block`.
     """
     move_block(allocator, block, bytes_of_block, PyBUF_SIMPLE)
+
+
+def move_page(unsigned char[::1] page not None, buffers, bint into_page):
+    """Copy a page from or to a buffer, or a list or tuple of buffers that have its size together. Releases the GIL.
+
+    Raises `ValueError` if they have another size. Nothing has changed then.
+
+    >>> page = bytearray(4)
+    >>> move_page(page, [b"a", b"bcd"], True), page
+    (None, bytearray(b'abcd'))
+    """
+    cdef Py_buffer *views
+    cdef Py_ssize_t count, held = 0, i
+    cdef size_t at = 0
+    parts = buffers if isinstance(buffers, (list, tuple)) else (buffers,)
+    count = len(parts)
+    views = <Py_buffer *>PyMem_Malloc((count + 1) * sizeof(Py_buffer))
+    if views == NULL:
+        raise MemoryError(f"no memory for a page in {count} buffers")
+    try:
+        for i in range(count):
+            PyObject_GetBuffer(parts[i], &views[i], PyBUF_SIMPLE if into_page else PyBUF_WRITABLE)
+            held += 1
+            at += views[i].len
+        if <Py_ssize_t>at != page.shape[0]:
+            raise ValueError(f"a page has {page.shape[0]} bytes, got {at}")
+        with nogil:
+            at = 0
+            for i in range(count):
+                if into_page:
+                    memcpy(&page[0] + at, views[i].buf, views[i].len)
+                else:
+                    memcpy(views[i].buf, &page[0] + at, views[i].len)
+                at += views[i].len
+    finally:
+        for i in range(held):
+            PyBuffer_Release(&views[i])
+        PyMem_Free(views)
 
 
 def load_pages(BlockAllocator allocator not None, int file, offsets, blocks, bytes key not None, int64_t num_bytes):

@@ -25,6 +25,7 @@ from pagepool.memory.batch import group_append
 from pagepool.memory.block_tables import append_batch, release_batch
 from pagepool.prefix.directory import PrefixDirectory
 from pagepool.prefix.events import name_row
+from pagepool.prefix.stored_pages import move_page
 
 PROMPT = list(range(400))
 NAMES = name_row(range(800), 2, bytes(16))
@@ -37,6 +38,7 @@ STARTS, LENS, TABLES = np.array([0, 2], np.int32), np.array([6], np.int32), np.a
 ZEROS, QUANTISED = np.zeros((200_002, 32), np.float32), np.ones((200_000, 32), np.float32)
 ADDRESSES = ZEROS.ctypes.data + -ZEROS.ctypes.data % 64, QUANTISED.ctypes.data
 MESSAGES = set()
+PAGE, PIECE = bytearray(4000), bytes(10)
 STATES = StateLayout(layers=[{"a": ((4,), "float32")}, {"b": ((2, 3), "float32")}])
 
 
@@ -182,6 +184,7 @@ OPERATIONS = {
     "directory of a snapshot": lambda world: world.directory.replace(0, NAMES),
     "look-up in a directory": lambda world: world.directory.prefix_lengths(NAMES),
     "names": lambda world: name_row(PROMPT, 4, bytes(16)),
+    "page in pieces": lambda world: move_page(PAGE, [PIECE] * 400, into_page=True),
     "states of a layout": lambda world: SsmStatePool.from_layout(STATES, 3),
     "states": lambda world: SsmStatePool(2, lambda i: AttentionSequenceState(4)),
     "lend": lambda world: world.ssm.alloc(5000),

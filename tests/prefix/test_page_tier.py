@@ -232,6 +232,16 @@ def test_wrong_arguments_are_refused_and_nothing_is_kept(name):
     tier.put(tokens, Pages(tokens, {}))
     with tier.match(tokens) as found, refuses(ValueError, 3, 2, 1):
         tier.read(found, [bytearray(PAGE)] * 3, start=1)
+    with tier.match(tokens) as found:
+        for wrong, error in (
+            (bytearray(PAGE - 1), ValueError),
+            (bytes(PAGE), BufferError),
+            ([bytearray(1), 7], TypeError),
+        ):
+            into = bytearray(PAGE)
+            with pytest.raises(error):
+                tier.read(found, [into, wrong])
+            assert into == page_of(tokens[:BLOCK], {}).tobytes(), "pages before it were copied"
     tier.check()
     tier.close()
 
