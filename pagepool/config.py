@@ -25,6 +25,9 @@ MAX_COUNT = 2**31 - 1
 CHOICES = {"policy": ("priority", "fcfs", "fair")}
 MAX_HEAD_DIM = 1024
 MAX_BLOCK_BYTES = 1 << 40
+# Largest number of rows for which packed layers in bfloat16 give a row the same bits, on CPUs with AMX. It is also the
+# largest step with drafts: a draft must not change the result of another row.
+EQUAL_ROWS = 64
 
 
 def _state_item_bytes(who: str, dtype: Any) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from pagepool.config import EQUAL_ROWS
 from pagepool.engine.logits import Logits
 from pagepool.engine.sampling import Sampler
 from pagepool.errors import RequestRejected
@@ -16,7 +17,6 @@ __all__ = ["KINDS", "MAX_DRAFTS", "Acceptance", "Drafter", "Drafts", "Drawn", "S
 KINDS = ("ngram",)
 MAX_DRAFTS = 15  # per sequence and step: with the last token one tile of AMX
 MAX_FOLLOWING = 256  # cached tokens that are read at once
-MAX_ROWS = 64  # tokens of a step with drafts
 N = 3  # tokens that must be equal before a prediction
 KEY_BITS = 32  # of a token in the key of an n-gram
 KEY_MASK = (1 << N * KEY_BITS) - 1
@@ -96,14 +96,14 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._samples = [deque[float](maxlen=NUM_SAMPLES) for _ in range(MAX_ROWS + 1)]
-        self._measured_at = [0] * (MAX_ROWS + 1)
+        self._samples = [deque[float](maxlen=NUM_SAMPLES) for _ in range(EQUAL_ROWS + 1)]
+        self._measured_at = [0] * (EQUAL_ROWS + 1)
         self._now = 0
 
     def note(self, rows: int, seconds: float) -> None:
         """Count a step of `rows` tokens."""
         self._now += 1
-        if rows <= MAX_ROWS:
+        if rows <= EQUAL_ROWS:
             self._samples[rows].append(seconds)
             self._measured_at[rows] = self._now
 
@@ -277,7 +277,7 @@ class Drafts:
             Tokens by sequence id, for sequences with drafts.
         """
         decodes = len(drafters)
-        room = MAX_ROWS - decodes
+        room = EQUAL_ROWS - decodes
         if room <= 0:
             return {}
         self.own.measure()
@@ -287,7 +287,7 @@ class Drafts:
         if not gains:
             return {}
         gains.sort(key=_gain, reverse=True)  # stable: the first drafts of a sequence stay before its later ones
-        costs = self.costs.costs(decodes, MAX_ROWS)
+        costs = self.costs.costs(decodes, EQUAL_ROWS)
         count = best_count(decodes, [gain for gain, _ in gains[:room]], costs)
         counts: dict[int, int] = {}
         for _, seq_id in gains[:count]:

@@ -19,6 +19,7 @@ from scripted_drafts import drafting  # noqa: E402
 
 import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
+from pagepool.config import EQUAL_ROWS  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
 
 SECONDS = 300
@@ -56,6 +57,28 @@ def test_drafts_change_no_greedy_token_in_float32(family, blocks):
         stats = engine.stats()
         assert stats["drafted_tokens"] > stats["accepted_tokens"] > NEW_TOKENS
         engine.check()
+
+
+def test_drafts_change_no_greedy_token_with_packed_layers_in_bfloat16():
+    """In steps of up to EQUAL_ROWS rows: more rows can change the last bit, with drafts and without."""
+    tiny, wide = tiny_model("Qwen3"), {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+    config = {**tiny.config.to_diff_dict(), **wide, "num_key_value_heads": 4, "head_dim": 64}
+    short, most = [prompt[:8] for prompt in prompts()], EQUAL_ROWS // 8 - 1
+
+    def tokens(drafts, texts):
+        torch.manual_seed(0)
+        model = type(tiny)(type(tiny.config)(**config)).to(torch.bfloat16).eval()
+        with Engine(model, pack_weights=True, drafts=drafts) as engine:
+            if drafts is not None:
+                drafting(engine, texts, seed=1, most=most)
+            running = [engine.submit(prompt, SamplingParams(NEW_TOKENS)) for prompt in short]
+            found = [generation.result(SECONDS).token_ids for generation in running]
+            return found, engine.stats().get("accepted_tokens")
+
+    known, _ = tokens(None, {})
+    texts = {tuple(prompt): [*found, *range(most)] for prompt, found in zip(short, known, strict=True)}
+    found, accepted = tokens("ngram", texts)
+    assert found == known and accepted > NEW_TOKENS
 
 
 @pytest.mark.parametrize("family", ["Mamba2", "Bamba"])

@@ -188,8 +188,8 @@ def test_another_order_of_packed_weights_leaves_all_rows_to_onednn(right, monkey
     monkeypatch.setattr(linear.PackedLayer, "_suits_few", lambda layer: True)
     with torch.no_grad():
         layer = linear.PackedLayer([module])
-        assert layer.usable_rows() == (linear.FEW_ROWS if right else 0)
-        assert max(calls) <= linear.FEW_ROWS and len(calls) == (6 if right else 1)
+        assert layer.usable_rows() == (linear.EQUAL_ROWS if right else 0)
+        assert max(calls) <= linear.EQUAL_ROWS and len(calls) == (6 if right else 1)
         calls.clear()
         x = torch.randn(1, 2, 64).bfloat16()
         assert torch.equal(layer.run(x), torch.nn.functional.linear(x, module.weight, module.bias))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pagepool.config import EQUAL_ROWS
 from pagepool.integrations.transformers.elementwise import QuantisedWeights, has_linear_few, linear_few
 from pagepool.integrations.transformers.quantised import QuantisedLinear, product
 
@@ -33,9 +34,9 @@ ROWS = (1, 3, 8, 17, 32, 40, 100, 256)  # numbers of rows at which a shape is ch
 PART_ROWS = 32  # up to this number of rows, 16-bit results always equal those of `F.linear`
 # Largest difference between sums in another order, relative to the largest result. Rounding to the dtype is extra.
 TOLERANCE = 1e-5
-# On CPUs with AMX our kernel multiplies up to FEW_ROWS rows. With 128 rows it takes as long as oneDNN. The number of
+# On CPUs with AMX our kernel multiplies up to EQUAL_ROWS rows. With 128 rows it takes as long as oneDNN. The number of
 # inputs must be a multiple of FEW_INPUTS, and oneDNN pads the outputs to a multiple of FEW_OUTPUTS.
-FEW_ROWS, FEW_INPUTS, FEW_OUTPUTS = 64, 32, 32
+FEW_INPUTS, FEW_OUTPUTS = 32, 32
 HUGE_PAGE = 1 << 21
 MADV_HUGEPAGE, MADV_COLLAPSE = 14, 25
 
@@ -135,7 +136,7 @@ class PackedLayer(FusedLayer):
         self._bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
         self._inputs, self._outputs = linears[0].in_features, sum(self._sizes)
         self._address = torch.ops.mkldnn.data_ptr(self._packed)
-        self.few_rows = FEW_ROWS if self._suits_few() else 0
+        self.few_rows = EQUAL_ROWS if self._suits_few() else 0
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         """Return the results of all layers, concatenated in the last dimension."""
