@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import marshal
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,10 +16,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import thread_time
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,13 +32,13 @@ __all__ = ["MAX_CHOICES", "MAX_GRAMMAR_LENGTH", "Grammar", "Grammars", "Matcher"
 
 MAX_GRAMMAR_LENGTH = 1 << 17  # characters of a schema or grammar
 MAX_CHOICES = 1024
-MAX_COMPILING = 2  # grammars that a server compiles at the same time
+MAX_COMPILING = 2  # grammars that are compiled at the same time
 MAX_GRAMMARS = 16  # compiled grammars that are kept
-# Limits of the process that checks a grammar: CPU seconds, seconds, bytes; and its niceness beside the model.
-CHECK_CPU_SECONDS, CHECK_SECONDS, CHECK_BYTES, CHECK_NICE = 1, 10.0, 128 << 20, 10
+CHECK_CPU_SECONDS, CHECK_SECONDS, CHECK_BYTES = 1, 10.0, 128 << 20  # limits of the process that checks a grammar
+COMPILE_NICE = 10  # of the thread that compiles a grammar after its check
 # llguidance recurses once for each link of a chain of rules or `$ref`s. The check has 8 MiB, so this is enough.
 STACK_BYTES = 32 << 20
-MASK_SECONDS = 0.05  # CPU time for one token, which takes 0.0001 usually
+MASK_SECONDS = 0.02  # CPU time for one token. It is 0.0003 usually, and up to 0.006 with 151,000 tokens
 MAX_MESSAGE = 300  # characters of a message of llguidance in an error
 REPLACEMENT = "\ufffd".encode()
 LIMITS = {"step_lexer_fuel": 100_000, "max_lexer_states": 50_000, "verbose_errors": False}
@@ -144,22 +145,33 @@ class Grammars:
         self._vocabulary: Any = None
         self._special: dict[int, str] = {}
         self._masks: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()  # guards `_kept`
+        self._lock = threading.Lock()  # guards the next three
         self._kept: OrderedDict[Structured, Grammar] = OrderedDict()
+        self._checkers: list[subprocess.Popen[bytes]] = []  # without work
+        self._is_closed = False
+        self._compiling = threading.BoundedSemaphore(MAX_COMPILING)
 
     def compiled(self, structured: Structured) -> Grammar:
         """Return the compiled grammar.
 
-        A new one is first checked in a process of its own, with a limit of 1 s of CPU time and 128 MiB of memory.
+        A new one is first checked in another process, with a limit of 1 s of CPU time and 128 MiB of memory. This
+        process has the lowest priority, so that it takes no CPU from the model.
 
         Raises
         ------
         RequestRejected
             If the grammar is wrong, not supported or too large, or llguidance is not installed.
         """
-        found = self.kept(structured)
-        if found is None:
-            self.open()
+        found = self.kept(structured) or self._new(structured)
+        found.check()
+        return found
+
+    def _new(self, structured: Structured) -> Grammar:
+        self.open()
+        with self._compiling:
+            found = self.kept(structured)  # another thread may have compiled it meanwhile
+            if found is not None:
+                return found
             source = self._checked(structured)
             with ThreadPoolExecutor(1, "pagepool-grammar") as executor:
                 with _large_stacks():
@@ -169,7 +181,6 @@ class Grammars:
                 self._kept[structured] = found
                 while len(self._kept) > MAX_GRAMMARS:
                     self._kept.popitem(last=False)
-        found.check()
         return found
 
     def kept(self, structured: Structured) -> Grammar | None:
@@ -181,10 +192,21 @@ class Grammars:
         return found
 
     def close(self) -> None:
-        """Stop the thread of the masks after its last job."""
+        """Stop the processes that check grammars, and the thread of the masks after its last job."""
+        self._end_checkers()
         with self._opening:
             if self._masks is not None:
                 self._masks.shutdown(wait=True)
+
+    def __del__(self) -> None:
+        self._end_checkers()
+
+    def _end_checkers(self) -> None:
+        with self._lock:
+            self._is_closed, checkers = True, self._checkers
+            self._checkers = []
+        for checker in checkers:
+            _end(checker)
 
     def open(self) -> None:
         """Make the vocabulary and the thread of the masks, once: it takes some 5 microseconds for each token.
@@ -212,34 +234,53 @@ class Grammars:
                 self._masks.submit(int)  # starts the thread
 
     def _checked(self, structured: Structured) -> str:
-        """Check a grammar in a process of its own and return it in llguidance's form. Raises `RequestRejected`."""
-        import llguidance
-
+        """Check a grammar in another process and return it in llguidance's form. Raises `RequestRejected`."""
         kind, value = structured.kind, getattr(structured, structured.kind)
         asked = {"kind": kind, "value": value, "after": structured.after, "limits": LIMITS}
         asked |= {"special": self._special, "stop": self._stop_token_ids[0]}
-        asked |= {"memory": CHECK_BYTES, "seconds": CHECK_CPU_SECONDS, "nice": CHECK_NICE}
-        command = [sys.executable, "-I", "-S", grammar_check.__file__, os.path.dirname(llguidance.__file__)]
+        asked |= {"memory": CHECK_BYTES, "seconds": CHECK_CPU_SECONDS}
         try:
-            done = subprocess.run(command, input=marshal.dumps(asked), capture_output=True, timeout=CHECK_SECONDS)
-        except subprocess.TimeoutExpired:
+            status, answer = self._answer(asked)
+        except TimeoutError:
             raise _refusal(kind, f"takes more than {CHECK_SECONDS:g} s to compile") from None
-        if done.returncode == 0:
-            return done.stdout.decode()
-        message = done.stdout.decode(errors="replace")
-        if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        except (OSError, EOFError) as error:
+            raise _refusal(kind, "cannot be checked: the process that checks grammars has ended") from error
+        message = answer.decode(errors="replace")
+        if status == 0:
+            return message
+        if status in (-signal.SIGXCPU, -signal.SIGKILL):
             message = f"takes more than {CHECK_CPU_SECONDS} s to compile"
-        elif done.returncode < 0:
+        elif status < 0:
             message = f"is nested too deeply, or needs more than {CHECK_BYTES >> 20} MiB to compile"
-        elif done.returncode != grammar_check.REFUSED:  # for example no memory in Python
-            message = f"cannot be checked: {done.stderr.decode(errors='replace').strip().rpartition(chr(10))[2]}"
+        elif status != grammar_check.REFUSED:
+            message = f"cannot be checked: {message}"
         raise _refusal(kind, message)
+
+    def _answer(self, asked: dict[str, Any]) -> tuple[int, bytes]:
+        """Let a checker check a grammar: one that is idle, or a new one. Raises as `_ask`."""
+        with self._lock:
+            checker = self._checkers.pop() if self._checkers else None
+        if checker is not None and checker.poll() is not None:  # somebody has killed it
+            _end(checker)
+            checker = None
+        checker = checker or _new_checker()
+        is_idle = False
+        try:
+            answer = _ask(checker, asked)
+            with self._lock:
+                is_idle = not self._is_closed
+                if is_idle:
+                    self._checkers.append(checker)
+            return answer
+        finally:
+            if not is_idle:
+                _end(checker)
 
     def _compiled(self, kind: str, source: str) -> Grammar:
         from llguidance import LLMatcher, LLParserLimits
 
         assert self._masks is not None
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), CHECK_NICE)  # this thread ends with the call
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICE)  # this thread ends with the call
         try:
             state = LLMatcher(self._vocabulary, source, log_level=0, limits=LLParserLimits(**LIMITS))
         except BaseException as error:  # a panic of llguidance is not an Exception
@@ -354,6 +395,41 @@ class _Tokens:
     def __call__(self, text: str) -> list[int]:
         """Return the tokens of forced text. Masks do not depend on them."""
         return list(self.found.greedy_tokenize(text))
+
+
+def _new_checker() -> subprocess.Popen[bytes]:
+    """Start a process of `grammar_check`. It has a session of its own, so that Ctrl-C in a terminal does not end it."""
+    import llguidance
+
+    command = [sys.executable, "-I", "-S", grammar_check.__file__, os.path.dirname(llguidance.__file__)]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+
+
+def _ask(checker: subprocess.Popen[bytes], asked: dict[str, Any]) -> tuple[int, bytes]:
+    """Return the answer of a checker: a status and a text.
+
+    Raises OSError or EOFError if its process has ended, TimeoutError after CHECK_SECONDS.
+    """
+    assert checker.stdin is not None and checker.stdout is not None
+    marshal.dump(asked, checker.stdin)
+    checker.stdin.flush()
+    answers = select.poll()
+    answers.register(checker.stdout)
+    if not answers.poll(CHECK_SECONDS * 1000):
+        raise TimeoutError
+    return cast(tuple[int, bytes], marshal.load(checker.stdout))
+
+
+def _end(checker: subprocess.Popen[bytes]) -> None:
+    """Kill a checker, with the check that it runs. In a fork of its owner it goes on, because `poll` returns 0."""
+    assert checker.stdin is not None and checker.stdout is not None
+    if checker.poll() is None:
+        os.killpg(checker.pid, signal.SIGKILL)
+        checker.wait()
+    checker.stdout.close()
+    with suppress(BrokenPipeError):  # what could not be written
+        checker.stdin.close()
 
 
 @contextmanager

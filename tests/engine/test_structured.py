@@ -1,10 +1,13 @@
 """Structured output: each text follows its grammar or is refused, and a grammar can harm no other request."""
 
 import json
+import os
 import pickle
 import random
 import re
+import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
@@ -345,7 +348,7 @@ def test_a_request_without_a_possible_token_ends_with_an_error(more):
 def test_a_check_beyond_its_limits_refuses_one_grammar(grammars, monkeypatch):
     known, other = Structured(choice=["known"]), Structured(choice=["other"])
     assert text_of(grammars, known)[0] == "known"
-    for name, value, words in (("CHECK_SECONDS", 0.0, ["choice", 0]), ("CHECK_BYTES", 1 << 20, ["choice"])):
+    for name, value, words in (("CHECK_SECONDS", 0.0, ["choice", 0]), ("CHECK_BYTES", 0, ["choice"])):
         with monkeypatch.context() as patched:
             patched.setattr(module, name, value)
             with refuses(RequestRejected, *words):
@@ -354,14 +357,63 @@ def test_a_check_beyond_its_limits_refuses_one_grammar(grammars, monkeypatch):
     assert text_of(grammars, other)[0] == "other"
 
 
-def test_no_thread_and_no_grammar_outlives_its_use():
+def test_one_process_checks_all_grammars_and_is_replaced_after_a_kill(monkeypatch):
+    grammars = Grammars(Letters(), VOCABULARY, [0])
+    with closing(grammars):
+        for number in range(3):
+            grammars.compiled(Structured(choice=[f"a{number}"]))
+            (checker,) = grammars._checkers
+        assert checker.poll() is None
+        assert os.sched_getscheduler(checker.pid) == os.SCHED_IDLE or os.getpriority(os.PRIO_PROCESS, checker.pid) == 19
+        checker.kill()
+        checker.wait()
+        grammars.compiled(Structured(choice=["b"]))
+        (other,) = grammars._checkers
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+        with monkeypatch.context() as patched:  # it ends without an answer
+            patched.setattr(module, "_new_checker", lambda: subprocess.Popen(["true"], **options))
+            grammars._end_checkers()
+            with refuses(RequestRejected, "choice", "process"):
+                grammars.compiled(Structured(choice=["c"]))
+        assert other.poll() is not None and not grammars._checkers
+        grammars.compiled(Structured(choice=["c"]))
+
+
+def test_grammars_that_many_threads_compile_at_once_have_a_bounded_number_of_processes():
+    grammars = Grammars(Letters(), VOCABULARY, [0])
+    with closing(grammars), ThreadPoolExecutor(8) as threads:
+        assert (
+            len(list(threads.map(grammars.compiled, [Structured(choice=[f"{number}"]) for number in range(16)]))) == 16
+        )
+        assert 1 <= len(grammars._checkers) <= module.MAX_COMPILING
+
+
+def test_a_fork_of_the_process_has_a_checker_of_its_own():
+    grammars = Grammars(Letters(), VOCABULARY, [0])
+    with closing(grammars):
+        grammars.compiled(Structured(choice=["a"]))
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                grammars._checked(Structured(choice=["b"]))
+                grammars._end_checkers()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        grammars.compiled(Structured(choice=["c"]))
+
+
+def test_no_thread_no_process_and_no_grammar_outlives_its_use():
     before = set(threading.enumerate())
     with engine_of() as engine:
         for number in range(module.MAX_GRAMMARS + 3):
             engine.submit("x", SamplingParams(2, structured=Structured(choice=[f"{number}"]))).result(SECONDS)
         assert len(engine.grammars._kept) == module.MAX_GRAMMARS
         assert len(set(threading.enumerate()) - before) == 2  # of the engine and of the masks
-    assert not set(threading.enumerate()) - before
+        (checker,) = engine.grammars._checkers
+    assert not set(threading.enumerate()) - before and checker.returncode is not None
 
 
 def test_it_needs_a_tokenizer_a_stop_token_and_llguidance(monkeypatch):
