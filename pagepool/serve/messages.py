@@ -137,7 +137,7 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
 
 
 def _variables(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template that `thinking` and `output_config.effort` stand for."""
+    """Translate `thinking` and `output_config.effort` to variables of the chat template."""
     variables: dict[str, Any] = {}
     if thinking := found.get("thinking"):
         if word_of(thinking, "type") not in THINKING:

@@ -1,4 +1,4 @@
-"""Requests and answers of other APIs, translated to those of chat completions and back."""
+"""Translate requests of other APIs to requests for chat completions, and the answers back."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def object_of(place: str, value: Any) -> dict[str, Any]:
 
 
 def word_of(found: Mapping[str, Any], name: str) -> str:
-    """Return a text of an object, or an empty text if there is none."""
+    """Return a text of an object. It is empty if the object does not have one."""
     value = found.get(name)
     return value if isinstance(value, str) else ""
 
