@@ -38,7 +38,6 @@ from pagepool.serve.messages import MessagesAnswer, read_count, read_messages
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.places import Places, Waiting
 from pagepool.serve.protocol import (
-    DEFAULT_MAX_TOKENS,
     MAX_ECHOED,
     Answer,
     ChatAnswer,
@@ -528,9 +527,9 @@ class Server:
         try:
             for tokens in prompts:
                 params = request.params
-                if request.cuts_length:
+                if request.cuts_length and params.max_new_tokens is not None:
                     room = self._engine.max_new_tokens(len(tokens))
-                    params = params.changed(max_new_tokens=min(DEFAULT_MAX_TOKENS, room))
+                    params = params.changed(max_new_tokens=min(params.max_new_tokens, room))
                 checked = self._engine.read(tokens, params)  # once for all choices
                 for number in range(request.n):
                     # Without different seeds, all choices of a prompt would be equal.

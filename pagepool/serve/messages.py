@@ -51,6 +51,7 @@ def read_messages(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
     with renamed(NAMES):
         request = read_request(chat, True, defaults)
+    request.cuts_length = True  # clients must send a limit, and send the largest one of Anthropic's models
     if request.structured_field is not None:
         request.structured_field = NAMES.get(request.structured_field, request.structured_field)
     return request
@@ -111,7 +112,7 @@ def _chat_messages(place: str, message: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, part in enumerate(parts):
         if part["type"] == "tool_result":
-            text = _text(f"{place}.content[{number}].content", part.get("content", ""))
+            text = _text(f"{place}.content[{number}].content", part.get("content") or "")
             messages.append({"role": "tool", "tool_call_id": part["tool_use_id"], "content": text})
         elif messages and messages[-1]["role"] == role:
             messages[-1]["content"] += part["text"]

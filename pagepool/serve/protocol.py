@@ -18,7 +18,6 @@ from pagepool.serve.fields import CHAT, COMPLETIONS, DETOKENIZE, TOKENIZE, read_
 from pagepool.serve.message_parts import MessageParts
 
 __all__ = [
-    "DEFAULT_MAX_TOKENS",
     "MAX_ECHOED",
     "Answer",
     "ChatAnswer",
@@ -70,7 +69,7 @@ class Request:
     shows_prompt_logprobs : bool
         Report the log probabilities of the prompt's tokens in each choice.
     cuts_length : bool
-        `params.max_new_tokens` is the default, so it is reduced if the model or the pool has less room.
+        Reduce `params.max_new_tokens` if the model or the pool has less room, instead of refusing the request.
     params : SamplingParams
         Sampling parameters and stop conditions.
     structured_field : str or None

@@ -186,6 +186,7 @@ class ResponsesAnswer(TranslatedAnswer):
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         common, request = self._common, self._request
+        choice = request.tool_choice
         last = len(self.items) - 1
         output = [_item(item, status if item.index == last else "completed") for item in self.items]
         return {
@@ -203,9 +204,9 @@ class ResponsesAnswer(TranslatedAnswer):
             "max_output_tokens": request.params.max_new_tokens,
             "temperature": request.params.temperature,
             "top_p": request.params.top_p,
-            "tools": [],
-            "tool_choice": "auto",
-            "parallel_tool_calls": True,
+            "tools": [{"type": "function", **tool["function"]} for tool in request.tools],
+            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice[0]},
+            "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",

@@ -82,7 +82,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        found = re.sub(r"\w+", lambda word: names.get(word[0], word[0]), error.message, count=1)
+        # Other words of a sentence may be ordinary ones.
+        found = re.sub(r"^\w+|\w+_\w+", lambda word: names.get(word[0], word[0]), error.message)
         param = None if error.param is None else names.get(error.param, error.param)
         raise RequestError(error.status, found, error.code, param) from error
 

@@ -1,19 +1,27 @@
 """`/v1/messages` and `/v1/responses` with the clients of Anthropic and OpenAI: whole, streamed, refused."""
 
+import asyncio
 import json
 import random
+import threading
 
 import pytest
-from test_serve import SECONDS, Thinker, serving, wait_until
+from test_serve import SECONDS, Thinker, listening, serving, wait_until
 
-for name in ("starlette", "uvicorn", "httpx", "openai", "anthropic"):
+for name in ("starlette", "uvicorn", "httpx", "openai", "anthropic", "llguidance", "transformers", "jinja2"):
     pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
 
 import anthropic  # noqa: E402
 import openai  # noqa: E402
 from fake_runner import FakeRunner, says  # noqa: E402
+from share import WHOLE  # noqa: E402
+from test_serve_tools import CITY, SAID, USER, served_by  # noqa: E402
+from test_serve_tools import ONE as ARGUMENTS  # noqa: E402
 
-from pagepool.engine.generation import Generation  # noqa: E402
+from pagepool.cluster.front_end import FrontEnd  # noqa: E402
+from pagepool.cluster.messages import Begun, Limits, News  # noqa: E402
+from pagepool.engine.generation import Generation, Token  # noqa: E402
+from pagepool.prefix.events import PrefixSnapshot  # noqa: E402
 from pagepool.serve.errors import RequestError  # noqa: E402
 from pagepool.serve.messages import MessagesAnswer, read_messages  # noqa: E402
 from pagepool.serve.protocol import Request  # noqa: E402
@@ -103,6 +111,13 @@ def test_the_reason_of_an_end_is_told_with_the_stop_sequence():
             assert whole.content[0].text == streamed.content[0].text
 
 
+def test_the_room_is_the_limit_of_a_message_that_asks_for_more():
+    with serving(FakeRunner(num_blocks=256, max_model_len=64)) as served, client_of(served) as client:
+        prompt = client.messages.count_tokens(model="fake", messages=ONE).input_tokens
+        message = client.messages.create(model="fake", max_tokens=4000, messages=ONE)
+        assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 64 - prompt)
+
+
 def cuts(random, text):
     """Cut a text at random places."""
     places = sorted(random.randrange(len(text) + 1) for _ in range(random.randrange(8)))
@@ -183,7 +198,7 @@ def test_a_stream_is_the_whole_answer_wherever_it_is_cut(kind, fold):
             if name not in ("id", "created_at")
         }
 
-    for seed in range(300):
+    for seed in range(10_000 if WHOLE else 300):
         draw = random.Random(seed)
         message, arguments = {}, ['{"a": "\u00e9}{\\""}', "{}", '{"b": [1, {"c": null}]}']
         if draw.random() < 0.5:
@@ -208,6 +223,122 @@ def test_a_stream_is_the_whole_answer_wherever_it_is_cut(kind, fold):
         events = [json.loads(data.removeprefix("data: ")) for _, data in lines]
         assert [name for name, _ in lines] == [f"event: {one['type']}" for one in events]
         assert without_ids(fold(events)) == without_ids(answers[0].complete(usage))
+
+
+TOOLS = [
+    {"name": "weather", "description": "The weather.", "input_schema": CITY},
+    {"type": "custom", "name": "clock", "input_schema": {"type": "object", "additionalProperties": False}},
+]
+FUNCTIONS = [
+    {"type": "function", "name": tool["name"], "parameters": tool["input_schema"], "strict": True} for tool in TOOLS
+]
+
+
+FORM = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+
+
+def called(family, must_call):
+    """Serve a model that wants to say a text and two calls, or one call alone."""
+    return served_by(family, SAID[family][0].removeprefix("Well.").lstrip() if must_call else SAID[family][1])
+
+
+CHOICES = [  # of Anthropic, of OpenAI, the functions that are called
+    ({"type": "auto"}, "auto", ["weather", "clock"]),
+    ({"type": "auto", "disable_parallel_tool_use": True}, None, ["weather"]),
+    ({"type": "none"}, "none", []),
+    ({"type": "any"}, "required", ["weather"]),
+    ({"type": "tool", "name": "clock"}, {"type": "function", "name": "clock"}, ["clock"]),
+]
+
+
+@pytest.mark.parametrize(("choice", "_", "names"), CHOICES)
+@pytest.mark.parametrize("family", SAID)
+def test_calls_are_blocks_of_a_message_whole_and_streamed(family, choice, _, names):
+    with called(family, choice["type"] in ("any", "tool")) as served, client_of(served) as client:
+        ask = {"model": "fake", "max_tokens": 300, "messages": [USER], "tools": TOOLS, "extra_body": GREEDY}
+        whole = client.messages.create(**ask, tool_choice=choice)
+        with client.messages.stream(**ask, tool_choice=choice) as stream:
+            streamed = stream.get_final_message()
+        calls = []
+        for found in (whole, streamed):
+            calls.append([(block.name, block.input) for block in found.content if block.type == "tool_use"])
+            assert found.stop_reason == ("tool_use" if names else "end_turn")
+        assert calls[0] == calls[1] and [name for name, _ in calls[0]] == names[: 1 if family == "llama3" else 2]
+        assert all(arguments == (json.loads(ARGUMENTS) if name == "weather" else {}) for name, arguments in calls[0])
+        texts = [[block.text for block in found.content if block.type == "text"] for found in (whole, streamed)]
+        assert texts[0] == texts[1]
+        counted = client.messages.count_tokens(model="fake", messages=[USER], tools=TOOLS)
+        assert counted.input_tokens == whole.usage.input_tokens == streamed.usage.input_tokens
+
+
+@pytest.mark.parametrize(("_", "choice", "names"), CHOICES)
+@pytest.mark.parametrize("family", SAID)
+def test_calls_are_items_of_a_response_whole_and_streamed(family, _, choice, names):
+    with called(family, names != CHOICES[0][2] and choice not in ("none", None)) as served:
+        options = {"parallel_tool_calls": False} if choice is None else {"tool_choice": choice}
+        ask = {"model": "fake", "input": "hi", "tools": FUNCTIONS, **GREEDY, **options}
+        whole = served.openai.responses.create(**ask)
+        with served.openai.responses.stream(**ask) as stream:
+            streamed = stream.get_final_response()
+        calls = []
+        for found in (whole, streamed):
+            calls.append([(item.name, item.arguments) for item in found.output if item.type == "function_call"])
+        assert calls[0] == calls[1] and [name for name, _ in calls[0]] == names[: 1 if family == "llama3" else 2]
+        assert all(arguments == (ARGUMENTS if name == "weather" else "{}") for name, arguments in calls[0])
+        assert whole.output_text == streamed.output_text
+        assert [tool.name for tool in whole.tools] == ["weather", "clock"]
+
+
+def turns(count):
+    """What a model says as an agent: thoughts, texts, one or two calls."""
+    for number in range(count):
+        arguments = json.dumps({"city": f'K\u00f6ln "{number}"\n', "days": number % 9 + 1}, ensure_ascii=False)
+        calls = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+        calls += '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' * (number % 3 == 0)
+        text = f"Let me see {number}.\n" * (number % 2)
+        yield f"<think>\nI need the weather {number}.\n</think>\n\n{text}{calls}"
+
+
+def test_an_agent_s_messages_find_their_last_turn_in_the_cache():
+    """Turns as Claude Code sends them, with a first line of the system's text that changes each time."""
+    messages, count = [{"role": "user", "content": "Compare the cities."}], 20 if WHOLE else 8
+    with served_by("qwen", *turns(count), shows_cached_tokens=True) as served, client_of(served) as client:
+        found = total = before = 0
+        for number in range(count):
+            header = {"type": "text", "text": f"x-anthropic-billing-header: cch={number:05x};"}
+            ask = {"model": "fake", "max_tokens": 400, "messages": messages, "tools": TOOLS, "extra_body": GREEDY}
+            ask["system"] = [header, {"type": "text", "text": "You help."}]
+            if number % 2:
+                with client.messages.stream(**ask) as stream:
+                    message = stream.get_final_message()
+            else:
+                message = client.messages.create(**ask)
+            calls = [block for block in message.content if block.type == "tool_use"]
+            assert len(calls) == (2 if number % 3 == 0 else 1) and message.content[0].type == "thinking"
+            found, total = found + message.usage.cache_read_input_tokens, total + before
+            before = message.usage.input_tokens + message.usage.cache_read_input_tokens + message.usage.output_tokens
+            messages.append({"role": "assistant", "content": message.content})
+            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "fog"} for call in calls]
+            messages.append({"role": "user", "content": results})
+        assert found >= 0.99 * total > 0
+
+
+def test_an_agent_s_responses_find_their_last_turn_in_the_cache():
+    items = [{"role": "developer", "content": "You help."}, {"role": "user", "content": "Compare the cities."}]
+    count = 20 if WHOLE else 6
+    with served_by("qwen", *turns(count), shows_cached_tokens=True) as served:
+        found = total = before = 0
+        for _ in range(count):
+            response = served.openai.responses.create(model="fake", input=items, tools=FUNCTIONS, **GREEDY)
+            found, total = found + response.usage.input_tokens_details.cached_tokens, total + before
+            before = response.usage.total_tokens
+            items += response.output
+            items += [
+                {"type": "function_call_output", "call_id": item.call_id, "output": "fog"}
+                for item in response.output
+                if item.type == "function_call"
+            ]
+        assert found >= 0.99 * total > 0
 
 
 RESULT = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "4"}], "is_error": False}
@@ -324,6 +455,7 @@ def test_settings_are_those_of_a_chat():
         ({"output_config": {"format": {"type": "xml"}}}, "output_config", ["json_schema"]),
         ({"container": "c"}, "container", ["not supported"]),
         ({"context_management": {"edits": [{"type": "clear_tool_uses"}]}}, "context_management", ["not supported"]),
+        ({"output_config": FORM, "tools": TOOLS}, "output_config", ["tools or output_config"]),
         ({"n": 2}, "n", ["unknown"]),
     ],
 )
@@ -414,6 +546,39 @@ def test_a_request_that_takes_too_long_is_the_server_s_error_also_in_a_stream():
             list(client.messages.create(**ask, stream=True))
         with pytest.raises(openai.APIError, match=r"more than 0\.2 s"):
             list(served.openai.responses.create(model="fake", input="x", max_output_tokens=200, stream=True))
+
+
+class Saying:
+    """The connection to a worker that says one text."""
+
+    async def generate(self, worker, call):
+        yield Begun(worker, 0, 0, "")
+        for token in [*b"<think>\nso\n</think>\n\none two", 0][call.num_generated :]:
+            yield Token(token, "")
+
+
+def test_a_cluster_answers_messages_and_responses():
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    limits = Limits(None, None, vocab_size=256, block_size=4, stop_token_ids=frozenset([0]))
+    cluster = FrontEnd(limits, Thinker(), Saying(), loop=loop)
+    cluster.news(News("one", False, 1, [], PrefixSnapshot(1, [], 0), load=0, room=8))
+    try:
+        with listening(cluster) as served, client_of(served) as client:
+            ask = {"model": "fake", "max_tokens": 99, "messages": ONE, "stop_sequences": ["two"]}
+            ask["extra_body"] = {"chat_template_kwargs": {"opens": False}}
+            with client.messages.stream(**ask) as stream:
+                streamed = stream.get_final_message()
+            for found in (client.messages.create(**ask), streamed):
+                assert [found.content[0].thinking, found.content[1].text] == ["so", "one "]
+                assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", "two")
+            response = served.openai.responses.create(model="fake", input="x", extra_body=ask["extra_body"])
+            assert (response.output_text, response.output[0].content[0].text) == ("one two", "so")
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(SECONDS)
+        loop.close()
 
 
 def test_a_stream_that_its_client_closes_is_cancelled():
