@@ -234,7 +234,10 @@ def _schema_of(parameters: Any) -> str:
 
 
 def _without_notes(schema: Any) -> Any:
-    """Return a schema without descriptions, which may be most of it."""
+    """Return a schema without descriptions, which may be most of it.
+
+    Names of properties are always texts, so `propertyNames` that says this, as Zod writes it, is dropped too.
+    """
     if isinstance(schema, list):
         return [_without_notes(one) for one in schema]
     if not isinstance(schema, dict):
@@ -242,7 +245,8 @@ def _without_notes(schema: Any) -> Any:
     return {
         name: value if name in VALUES else _without_notes(value)
         for name, value in schema.items()
-        if name not in NOTES or not isinstance(value, str)
+        if (name not in NOTES or not isinstance(value, str))
+        and (name != "propertyNames" or value != {"type": "string"} or schema.get("type") != "object")
     }
 
 

@@ -289,6 +289,18 @@ def test_calls_are_items_of_a_response_whole_and_streamed(family, _, choice, nam
         assert [tool.name for tool in whole.tools] == ["weather", "clock"]
 
 
+def test_names_of_properties_that_must_be_texts_are_a_tool_s_schema_without_them():
+    """Zod writes this for a record; a property with the name of the keyword is another thing."""
+    record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}}
+    named = {"type": "object", "properties": {"propertyNames": {"type": "string"}}, "additionalProperties": False}
+    call = '<tool_call>\n{"name": "f", "arguments": {"propertyNames": "x"}}\n</tool_call>'
+    with served_by("qwen", call) as served, client_of(served) as client:
+        ask = {"model": "fake", "max_tokens": 300, "messages": [USER], "tool_choice": {"type": "any"}}
+        for schema in (record, named):
+            message = client.messages.create(**ask, tools=[{"name": "f", "input_schema": schema}], extra_body=GREEDY)
+            assert message.content[0].input == {"propertyNames": "x"}
+
+
 def turns(count):
     """What a model says as an agent: thoughts, texts, one or two calls."""
     for number in range(count):
