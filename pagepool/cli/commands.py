@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from pagepool._version import __version__
-from pagepool.cli import config, generate, pool, prove, record, replay, replay_options, serve, store
+from pagepool.cli import config, generate, pool, prove, record, replay, replay_options, serve, store, top
 from pagepool.cli.output import STDOUT, check_writable, drop_output, is_closed, written_to
 from pagepool.cli.settings import with_settings
 from pagepool.cli.usage import UsageError
@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store.add_arguments(commands.add_parser("store", help=summary, description=summary, allow_abbrev=False))
     summary = "Ask an OpenAI endpoint whether it serves the keys of another prompt."
     prove.add_arguments(commands.add_parser("prove", help=summary, description=summary, allow_abbrev=False))
+    summary = "Show requests, tokens and memory of a running server, pagepool's or vLLM's."
+    top.add_arguments(commands.add_parser("top", help=summary, description=summary, allow_abbrev=False))
     summary = "Print the compiler flags for C and Cython programs that use pagepool."
     config.add_arguments(commands.add_parser("config", help=summary, description=summary, allow_abbrev=False))
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -124,6 +126,8 @@ def _run(chosen: argparse.Namespace) -> int:
             store.run(chosen)
         elif chosen.command == "prove":
             return prove.run(chosen)
+        elif chosen.command == "top":
+            top.run(chosen)
         elif chosen.command == "config":
             config.run(chosen)
         else:

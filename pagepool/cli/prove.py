@@ -128,9 +128,10 @@ def _say(text: str) -> None:
 
 def _result(prover: Prover, alarm: Alarm | None, seed: int, seconds: float) -> dict[str, Any]:
     separation, endpoint = prover.separation, prover.endpoint
-    unexplained = sum(tally.unexplained for tally in prover.tallies.values())
     answers, told = (sum(getattr(tally, name) for tally in prover.tallies.values()) for name in ("answers", "told"))
-    tells = separation.sees and not unexplained if endpoint.top else told > answers / 2
+    largest = max((tally.largest for tally in prover.tallies.values()), default=0.0)
+    is_near = largest <= separation.between / 2 and not prover.suspects
+    tells = separation.sees and is_near if endpoint.top else told > answers / 2
     return {
         "verdict": "wrong" if alarm else "right" if tells else "unknown",
         "sentence": str(alarm) if alarm else None,
@@ -167,6 +168,9 @@ def _print(prover: Prover, result: dict[str, Any]) -> None:
         print(f"WRONG: {result['sentence']}")
     elif result["verdict"] == "right":
         print(f"no answer used the keys of another prompt, in {result['seconds'] / 60:.1f} minutes")
+        if unexplained := sum(tally.unexplained for tally in prover.tallies.values()):
+            largest = max(tally.largest for tally in prover.tallies.values())
+            print(f"{unexplained} answers differ without an owner, by up to {largest:.2g}: smaller faults are not seen")
     else:
         print(f"UNKNOWN: {_reason(prover)}")
 

@@ -73,10 +73,10 @@ class Prover:
     prompts: dict[int, Prompt] = field(default_factory=dict)
     references: dict[int, Answer] = field(default_factory=dict)
     restarts: int = 0
+    suspects: int = 0  # answers far beyond the noise, without an owner
     _asked: int = 0
     _pattern: str = "repeat"
     _times: dict[str, list[float]] = field(default_factory=dict)
-    _suspects: int = 0
 
     def fit(self) -> None:
         """Shorten the prompts until the server takes them. Raises `UsageError` if it takes none."""
@@ -231,8 +231,8 @@ class Prover:
         if again and far > 2 * NEARER * noise:
             self._explain_in_part(prompt, answer, far, known[:SPLICED])
         self.tallies[self._pattern].unexplained += 1
-        self._suspects += bool(again) and far > BEYOND_NOISE * noise
-        if self._suspects >= UNEXPLAINED:
+        self.suspects += bool(again) and far > BEYOND_NOISE * noise
+        if self.suspects >= UNEXPLAINED:
             raise self._alarm(prompt, None, far, noise, 0)
         return far
 

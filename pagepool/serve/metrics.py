@@ -26,6 +26,8 @@ class Metrics:
         self._registry.register(PagepoolCollector(**engine.observed()))
         self._registry.register(self)
         self.responses = Counter("pagepool:http_responses", "Responses.", ["status"], registry=self._registry)
+        text = "Tokens of prompts that were not in the prefix cache, by reason: with explain_misses."
+        self._missed = Counter("pagepool:prompt_tokens_missed", text, ["reason"], registry=self._registry)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
         self._whole = self._histogram("e2e_request_latency_seconds", "From a request to its last token.")
         self._queue = self._histogram("request_queue_time_seconds", "From the engine's queue to the first step.")
@@ -34,6 +36,8 @@ class Metrics:
     def ended(self, generation: Generation, began: float) -> None:
         """Count a generation that has ended. `began` is the time of its HTTP request, by `monotonic()`."""
         first, ended = generation.first_token_at, generation.ended_at
+        for part in generation.miss.parts if generation.miss is not None else ():
+            self._missed.labels(part.reason).inc(part.num_tokens)
         if generation.scheduled_at is not None:
             self._queue.observe(generation.scheduled_at - generation.submitted_at)
         if first is not None:

@@ -197,6 +197,9 @@ def test_the_usage_says_why_tokens_were_not_cached(caplog):
             assert details["cached_tokens"] + sum(wanted.values()) == usage["prompt_tokens"]
         streamed = list(served.complete(prompt, max_tokens=1, stream=True, stream_options={"include_usage": True}))
         assert streamed[-1].usage.prompt_tokens_details.cached_tokens == 28
+        metrics = served.http.get("/metrics").text
+    missed = dict(re.findall(r'pagepool:prompt_tokens_missed_total\{reason="(\w+)"\} (\S+)', metrics))
+    assert missed == {"never_seen": "28.0", "short": "11.0", "diverges": "8.0", "other_key": "28.0"}
     lines = [record.getMessage() for record in caplog.records if " tokens found" in record.getMessage()]
     assert lines[2].startswith(
         "the request r2: 20 of 30 tokens found, 8 differ from token 21 on (99 here, 97 there), 2"
