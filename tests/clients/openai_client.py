@@ -78,6 +78,8 @@ assert refusal(openai.BadRequestError, complete, prompt="x " * 5000).code == "co
 assert refusal(openai.BadRequestError, complete, prompt="x", max_tokens=5000).code == "context_length_exceeded"
 assert refusal(openai.BadRequestError, complete, prompt="x", seed=-1).param == "seed"
 assert refusal(openai.BadRequestError, complete, prompt="x", best_of=2).param == "best_of"
+chat = client.chat.completions.create
+assert "chat template" in refusal(openai.BadRequestError, chat, messages=messages, tools=tools).message
 
 
 async def leave() -> None:

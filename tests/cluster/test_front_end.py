@@ -77,8 +77,8 @@ class Side:
 class World:
     """Workers, a front end and an event loop. `news()` passes the workers' messages to the front end."""
 
-    def __init__(self, decode, prefill, **options):
-        self.decode, self.prefill = Side(), Side()
+    def __init__(self, decode, prefill, tokenizer=None, **options):
+        self.decode, self.prefill, self.tokenizer = Side(), Side(), tokenizer or Bytes()
         for side, count, kind in ((self.decode, decode, "decode"), (self.prefill, prefill, "prefill")):
             for number in range(count):
                 self.add(side, f"{kind}-{number}", bool(prefill), **options)
@@ -92,7 +92,7 @@ class World:
 
     def add(self, side, name, moves, drafts=None, **options):
         engine = Engine(FakeRunner(num_blocks=256, **options), prefix_events=4096, drafts=drafts)
-        engine.grammars = Grammars(Bytes(), engine.encoder.vocab_size, [0])
+        engine.grammars = Grammars(self.tokenizer, engine.encoder.vocab_size, [0])
         transfer = LocalTransfer(f"{id(self)}-{name}") if moves else None
         kind = {"is_prefill": side is self.prefill, "stop_token_ids": frozenset([0])}
         side.workers[name] = Worker(engine, name, transfer=transfer, **kind)
@@ -100,7 +100,7 @@ class World:
     def new_front_end(self, **options):
         limits = next(iter(self.decode.workers.values())).limits()
         prefill = self.prefill if self.prefill.workers else None
-        self.front_end = FrontEnd(limits, Bytes(), self.decode, prefill, loop=self.loop, **options)
+        self.front_end = FrontEnd(limits, self.tokenizer, self.decode, prefill, loop=self.loop, **options)
         with self.lock:
             self.wants = dict.fromkeys(self.workers, False)
         self.news()  # the front end asks for snapshots,
@@ -378,6 +378,27 @@ def test_a_request_without_a_possible_token_is_refused_as_by_one_engine():
         assert reason_of(generation) == "error" and isinstance(generation.error, RequestRejected)
         assert (str(generation.error), generation.error.param) == (str(known.error), known.error.param)
         assert len(world.decode.calls) == 1 and world.front_end.stats()["lost_workers"] == 0
+
+
+@pytest.mark.parametrize("after", [0, 3, 12, 40])
+def test_a_call_of_a_tool_is_the_same_wherever_a_worker_dies(after):
+    for name in ("llguidance", "transformers", "jinja2"):
+        pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
+    from chat_templates import Templated
+
+    from pagepool.serve.tools import ToolCalls, form_of, grammar_of
+
+    tokenizer, tools = Templated("mistral"), [{"type": "function", "function": {"name": "clock"}}]
+    form, said = form_of(tokenizer), 'Well.[TOOL_CALLS] [{"name": "clock", "arguments": {}}]'
+    structured = Structured(grammar=grammar_of(form, tools))
+    params = SamplingParams(200, structured=structured, skip_special_tokens=False)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tools=tools, tokenize=False)
+    with cluster(2, tokenizer=tokenizer, next_token=tokenizer.answering(said)) as world:
+        world.decode.kills = {"decode-0": after, "decode-1": None}
+        generation = world.front_end.submit(prompt, params).result(SECONDS)
+        assert (generation.text, generation.finish_reason) == (said, "stop")
+        text, calls = ToolCalls(form).add(generation.text)
+        assert text == "Well." and [call["function"]["name"] for call in calls] == ["clock"]
 
 
 def test_drafts_of_the_workers_are_counted():

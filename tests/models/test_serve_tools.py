@@ -232,3 +232,21 @@ def test_a_conversation_with_tools_finds_all_of_its_last_turn_in_the_cache():
                 {"role": "tool", "tool_call_id": call["id"], "content": "fog"} for call in message["tool_calls"]
             ]
         assert found >= 0.99 * total > 0
+
+
+def test_openai_s_client_calls_a_tool_and_gets_its_answer_whole_and_streamed():
+    with served_by("qwen", SAID["qwen"][1], "It is 5.") as served:
+        messages = [USER]
+        options = {"tools": TOOLS, "temperature": 0}
+        message = served.openai.chat.completions.create(model="fake", messages=messages, **options).choices[0].message
+        calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+        assert calls == [("weather", json.loads(ONE)), ("clock", {})] and message.content == "Well."
+        with served.openai.chat.completions.stream(model="fake", messages=messages, **options) as stream:
+            done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+            streamed = stream.get_final_completion().choices[0]
+        assert [(event.name, json.loads(event.arguments)) for event in done] == calls
+        assert streamed.finish_reason == "tool_calls" and streamed.message.content == "Well."
+        messages.append(message)
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "5"} for call in message.tool_calls]
+        answer = served.openai.chat.completions.create(model="fake", messages=messages, **options).choices[0]
+        assert (answer.message.content, answer.message.tool_calls, answer.finish_reason) == ("It is 5.", None, "stop")
