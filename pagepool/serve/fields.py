@@ -650,7 +650,7 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("max_output_tokens", (RESPONSES,), Integer(1, MAX_INTEGER)),
     ("text", (RESPONSES,), Nested((dict,), "`format` as `response_format`, with its fields beside `type`")),
     ("reasoning", (RESPONSES,), Nested((dict,), "`effort`; other names are ignored")),
-    ("tools", (RESPONSES,), Nested((list,), f"up to {MAX_MESSAGES:,} tools of type `function`")),
+    ("tools", (RESPONSES,), Nested((list,), f"up to {MAX_MESSAGES:,} tools")),
     ("tool_choice", (RESPONSES,), Nested((str, dict), "as in chats; type: `function` with `name`")),
     ("parallel_tool_calls", (RESPONSES,), Flag()),
     ("store", (RESPONSES,), Only(False, why=STATELESS)),
@@ -661,7 +661,7 @@ ROWS: list[tuple[str, tuple[str, ...], Kind]] = [
     ("include", (RESPONSES,), Only([], ["reasoning.encrypted_content"])),
     *((name, (RESPONSES,), Ignored()) for name in ("user", "metadata", "service_tier", "safety_identifier")),
     *((name, (RESPONSES,), Ignored()) for name in ("prompt_cache_key", "prompt_cache_retention", "stream_options")),
-    ("max_tool_calls", (RESPONSES,), Ignored()),
+    *((name, (RESPONSES,), Ignored()) for name in ("max_tool_calls", "client_metadata")),
 ]
 FIELDS: dict[str, dict[str, Kind]] = {
     path: {name: kind for name, paths, kind in ROWS if path in paths}

@@ -16,6 +16,8 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 INPUT: Kinds = {"input_text": {"text": str}}
 CONTENT: Kinds = {**INPUT, "output_text": {"text": str}}
 THOUGHT: Kinds = {"reasoning_text": {"text": str}}
+# Codex declares these with every request. A model that is not told of them works without.
+LEFT_OUT = ("custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search")
 PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 # Names of a chat's fields, in errors.
 NAMES = {
@@ -47,7 +49,8 @@ def read_response(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         schema = {"json_schema": {"schema": form.get("schema")}} if kind == "json_schema" else {}
         chat["response_format"] = {"type": kind, **schema}
     if "tools" in found:
-        chat["tools"] = [_tool(number, tool) for number, tool in enumerate(found["tools"])]
+        tools = [_tool(number, tool) for number, tool in enumerate(found["tools"])]
+        chat["tools"] = [tool for tool in tools if tool is not None]
     if choice := found.get("tool_choice"):
         if isinstance(choice, dict):
             if word_of(choice, "type") != "function":
@@ -127,8 +130,11 @@ def _word(place: str, item: dict[str, Any], name: str) -> str:
     return value
 
 
-def _tool(number: int, tool: Any) -> dict[str, Any]:
+def _tool(number: int, tool: Any) -> dict[str, Any] | None:
+    """Return a tool of a chat, or None for one that is left out."""
     kind = word_of(object_of(f"tools[{number}]", tool), "type")
+    if kind in LEFT_OUT:
+        return None
     if kind != "function":
         sentence = f"tools[{number}].type must be function, not {quoted(kind)!r}: the server has no tools of its own"
         raise RequestError(400, sentence, "unsupported_parameter", "tools")

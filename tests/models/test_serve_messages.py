@@ -437,10 +437,12 @@ def test_settings_are_those_of_a_chat():
             "text": {"format": form, "verbosity": "low"},
             "store": False,
             "include": ["reasoning.encrypted_content"],
+            "client_metadata": {"installation": "1"},
+            "tools": [{"type": "web_search"}, {"type": "custom", "name": "apply_patch"}],
         }
     )
     assert request.params.max_new_tokens == 7 and request.template_options == {"enable_thinking": False}
-    assert (request.structured_field, request.prompt_field) == ("text", "input")
+    assert (request.structured_field, request.prompt_field, request.tools) == ("text", "input", [])
 
 
 @pytest.mark.parametrize(
@@ -493,7 +495,7 @@ def test_what_a_message_cannot_have_is_refused_by_name(fields, param, words):
         ({"input": [{"type": "function_call", "name": "f", "call_id": "a"}]}, "input", ["arguments", "NoneType"]),
         ({"input": []}, "input", ["at least 1"]),
         ({"input": None}, "input", ["missing"]),
-        ({"tools": [{"type": "web_search"}]}, "tools", ["web_search"]),
+        ({"tools": [{"type": "file_search"}]}, "tools", ["file_search"]),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", ["function"]),
         ({"text": {"format": {"type": "xml"}}}, "text", ["xml"]),
         ({"truncation": "auto"}, "truncation", ["not supported"]),
