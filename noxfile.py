@@ -42,6 +42,8 @@ GROUPS = {
 }
 # torch is large, and its builds for CPUs have an index of their own, which is asked for torch alone.
 WITH_TORCH = [*(["--extra-index-url", TORCH_INDEX] if TORCH_INDEX else []), TORCH]
+# vLLM asks for these. transformers imports them if they are there, which fails if they were built for another torch.
+BUILT_FOR_TORCH = ["torchvision", "torchaudio", "torchcodec"]
 
 
 def folder(variant):
@@ -114,8 +116,7 @@ def test_clients(session):
         pip = [str(vllm / "bin/python"), "-m", "pip", "--disable-pip-version-check", "-q"]
         session.run(PY, "-m", "venv", str(vllm))
         session.run(*pip, "install", *WITH_TORCH[:-1], VLLM)
-        # transformers imports these if they are there, which fails unless they were built for the same torch.
-        session.run(*pip, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
+        session.run(*pip, "uninstall", "-y", *BUILT_FOR_TORCH)
         (vllm / ".installed").touch()
     places = ["--vllm-python", str(vllm / "bin/python"), "--node-modules", str(node / "node_modules")]
     session.run("python", *(session.posargs or ["tests/clients/run.py", *places]), env={"PYTHONPATH": str(ROOT)})
@@ -134,6 +135,7 @@ def test_transfer(session):
 def test_vllm(session):
     """The plug-ins in vLLM's own managers, and engines of vLLM on the CPU that are killed and restarted."""
     install(session, "run", "test", without_dependencies=[WITH_TORCH], options=(*WITH_TORCH[:-1], VLLM))
+    session.run("python", "-m", "pip", "-q", "uninstall", "-y", *BUILT_FOR_TORCH, silent=True)
     names = ("vllm", "vllm_tier", "vllm_steps", "vllm_connector", "kv_events")
     run_in(session, *tests_of(*(f"integrations/test_{name}.py" for name in names)))
 
