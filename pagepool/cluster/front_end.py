@@ -244,6 +244,16 @@ class FrontEnd(Intake):
         """Return the objects to monitor, as keyword arguments of `PagepoolCollector`."""
         return {"routers": {kind: side.router for kind, side in self._sides.items()}}
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes of all workers. Waits until this is done. Do not call it on the event loop.
+
+        Raises
+        ------
+        EngineClosed
+            If a worker fails, or has not answered after `max_wait` seconds. Other workers may have been reset.
+        """
+        asyncio.run_coroutine_threadsafe(self._reset_workers(), self._loop).result()
+
     def close(self) -> None:
         """Accept no more requests, and end all running requests with the reason "abort"."""
         with self._lock:
@@ -286,6 +296,15 @@ class FrontEnd(Intake):
         return False
 
     # On the event loop.
+
+    async def _reset_workers(self) -> None:
+        with self._lock:
+            named = [(name, side.workers) for side in self._sides.values() for name in side.heard]
+        calls = [asyncio.wait_for(workers.reset_prefix_cache(name), self.max_wait) for name, workers in named]
+        for (name, _), error in zip(named, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            if error is not None and not isinstance(error, WorkerLost):  # a lost worker has no cache
+                why = f"no answer in {self.max_wait:g} s" if isinstance(error, asyncio.TimeoutError) else error
+                raise EngineClosed(f"the prefix cache of worker {name!r} was not reset: {why}") from error
 
     async def _follow(self, run: _Run) -> None:
         reason, error = "abort", None

@@ -182,3 +182,6 @@ class Workers(Protocol):
 
     async def release(self, worker: str, number: int) -> None:
         """Call `Worker.release`."""
+
+    async def reset_prefix_cache(self, worker: str) -> None:
+        """Call `Worker.reset_prefix_cache`. Raises `WorkerLost` if the process of the worker has exited."""

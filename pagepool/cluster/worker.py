@@ -168,6 +168,10 @@ class Worker:
         if self._pages is not None:
             self._pages.release(number)
 
+    async def reset_prefix_cache(self) -> None:
+        """Call `Engine.reset_prefix_cache`."""
+        await asyncio.to_thread(self.engine.reset_prefix_cache)
+
     def follow(self, front_end: int) -> None:
         """Cancel requests of other front ends. Those front ends have exited, so no client waits for the tokens."""
         for running in [*self._running]:

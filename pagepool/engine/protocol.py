@@ -72,6 +72,9 @@ class TextEngine(Protocol):
     def read(self, prompt: str | Iterable[int], params: SamplingParams | None = None) -> Request:
         """Check a request for `submit`. Raises `RequestRejected`."""
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Waits until this is done. Raises `EngineClosed`."""
+
     def stats(self) -> dict[str, Any]:
         """Return a dict of counters. It has at least `ended`, `prompt_tokens`, `generated_tokens`, `cached_tokens`."""
 

@@ -263,11 +263,8 @@ class Server:
 
     async def reset_prefix_cache(self, http: HttpRequest) -> Response:
         """POST /reset_prefix_cache: forget all cached prefixes."""
-        reset = getattr(self._engine, "reset_prefix_cache", None)
-        if reset is None:
-            raise RequestError(501, "a cluster cannot reset the prefix caches of its workers")
         try:
-            await asyncio.to_thread(reset)
+            await asyncio.to_thread(self._engine.reset_prefix_cache)
         except EngineClosed as error:
             raise RequestError(503, str(error)) from error
         return JSONResponse({"status": "ok"})

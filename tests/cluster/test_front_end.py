@@ -73,6 +73,11 @@ class Side:
             raise Died(name)
         self.workers[name].release(number)
 
+    async def reset_prefix_cache(self, name):
+        if name in self.dead:
+            raise Died(name)
+        await self.workers[name].reset_prefix_cache()
+
 
 class World:
     """Workers, a front end and an event loop. `news()` passes the workers' messages to the front end."""
@@ -399,6 +404,21 @@ def test_a_call_of_a_tool_is_the_same_wherever_a_worker_dies(after):
         assert (generation.text, generation.finish_reason) == (said, "stop")
         text, calls = ToolCalls(form).add(generation.text)
         assert text == "Well." and [call["function"]["name"] for call in calls] == ["clock"]
+
+
+def test_the_prefix_caches_of_all_workers_are_reset():
+    with cluster(2, prefill=1) as world:
+        for prompt in (PROMPT, PROMPT[::-1]):
+            answer(world.front_end.submit(prompt, SamplingParams(9)))
+        caches = {name: worker.engine.prefix_cache for name, worker in world.workers.items()}
+        assert sum(cache.num_cached > 0 for cache in caches.values()) >= 2
+        world.decode.dead.add("decode-0")  # a lost worker does not matter
+        world.front_end.reset_prefix_cache()
+        assert not any(cache.num_cached for name, cache in caches.items() if name != "decode-0")
+        assert answer(world.front_end.submit(PROMPT, SamplingParams(9))) == alone(PROMPT, max_new_tokens=9)
+        world.decode.workers["decode-1"].engine.close()
+        with refuses(EngineClosed, "decode-1"):
+            world.front_end.reset_prefix_cache()
 
 
 def test_drafts_of_the_workers_are_counted():

@@ -287,6 +287,18 @@ def test_a_worker_that_is_killed_costs_no_request_and_repeats_no_token(served, n
     wait_until(is_replaced)
 
 
+def test_the_prefix_caches_of_all_workers_are_reset(served):
+    def cached_tokens():
+        before = served.stats()["cached_tokens"]
+        served.openai.completions.create(model="tiny_llama", prompt=PROMPTS[0], max_tokens=4)
+        return served.stats()["cached_tokens"] - before
+
+    def reset():
+        return httpx.post(f"{URL}/reset_prefix_cache", json={}, timeout=SECONDS).status_code
+
+    assert [reset(), cached_tokens(), cached_tokens() > 0, reset(), cached_tokens()] == [200, 0, True, 200, 0]
+
+
 def test_a_request_id_is_answered_again_and_not_computed_again(served):
     first, again = [], []
     assert stream(0, first.extend, request_id="once") == "data: [DONE]"

@@ -110,6 +110,11 @@ class WorkerReplica:
         if worker == self._worker.name:  # a lease number of another worker must not end a lease of this worker
             self._worker.release(number)
 
+    async def reset_prefix_cache(self, worker: str | None) -> None:
+        """Call `Worker.reset_prefix_cache`."""
+        if worker == self._worker.name:  # otherwise the worker has exited
+            await self._worker.reset_prefix_cache()
+
     def limits(self, worker: str | None) -> Limits:
         """Call `Worker.limits`."""
         return self._worker.limits()
@@ -178,6 +183,13 @@ class ReplicasOf:
     async def release(self, worker: str, number: int) -> None:
         """Call `Worker.release`."""
         await self._handle.release.remote(worker, number)
+
+    async def reset_prefix_cache(self, worker: str) -> None:
+        """Call `Worker.reset_prefix_cache`."""
+        try:
+            await self._handle.reset_prefix_cache.remote(worker)
+        except RayActorError as error:
+            raise WorkerLost(str(error)) from error
 
 
 class FrontEndReplica:
