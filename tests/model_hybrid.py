@@ -22,7 +22,7 @@ class Hybrid(Sequence):
 OPERATIONS = {
     "lend": 2, "advance": 2, "copy": 2, "give_back": 2,
     "start_hybrid": 3, "resume_hybrid": 2, "append_hybrid": 9, "fork_hybrid": 2, "checkpoint": 4, "forget": 1,
-    "roll_back": 3, "roll_to": 3, "cut_hybrid": 2, "trim": 1, "close_hybrid": 4, "publish_hybrid": 2,
+    "roll_back": 3, "roll_to": 3, "cut_hybrid": 2, "draft": 3, "trim": 1, "close_hybrid": 4, "publish_hybrid": 2,
 }  # fmt: skip
 
 
@@ -169,6 +169,27 @@ class Hybrids(Core):
             length = self.below(len(hybrid.tokens) + 2) if self.below(2) else self.one_of(known)
             if self.both(lambda side, i: hybrid.pair[i].truncate(length)) is None:
                 del hybrid.tokens[length:]
+
+    def draft(self):
+        """Tokens of a step, the last ones of them drafts, of which some are accepted."""
+        hybrid = self.pick(self.hybrids)
+        if not hybrid or any(mark.position == len(hybrid.tokens) for mark in hybrid.pair[0].checkpoints):
+            return
+        before, count = len(hybrid.tokens), self.below(4)
+        if not self.feed(hybrid, [self.below(2)]):
+            return
+        drafts = [self.below(2) for _ in range(count)]
+        slots = self.both(lambda side, i: [row.tolist() for row in hybrid.pair[i].append(count)])
+        if not isinstance(slots, list):
+            return
+        for group, row in zip(MODELS[hybrid.model], slots, strict=True):
+            self.write(self.pools[group], row, drafts)
+        held = self.both(lambda side, i: hybrid.pair[i].hold_drafts(count)) is None
+        for place, slot in enumerate(hybrid.pair[0].drafts, 1):
+            self.write_state(slot.index, state_after(hybrid.tokens + drafts[:place]))
+        accepted = self.below(count + 1) if held else 0
+        hybrid.tokens += drafts[:accepted]
+        self.both(lambda side, i: hybrid.pair[i].retract(before + 1 + accepted))
 
     def trim(self):
         hybrid = self.pick(self.hybrids)

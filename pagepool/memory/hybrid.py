@@ -10,7 +10,7 @@ import numpy as np
 
 from pagepool._arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE
-from pagepool.errors import PoolError, StaleHandle, refuse_copy
+from pagepool.errors import PoolError, PoolExhausted, StaleHandle, refuse_copy
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.batch import group_append, group_close, group_truncate, require_truncate
 from pagepool.memory.block_table import PagedSeqState
@@ -67,14 +67,17 @@ class KvGroup:
 
 
 class HeldSlot:
-    """A slot of a pool of states that a sequence or a checkpoint holds: number `index` of `pool`, until `close`."""
+    """A slot of a pool of states that a sequence or a checkpoint holds: number `index` of `pool`, until `close`.
+
+    A slot for a draft is written before it is read, so it is not zeroed: this would cost as much as the draft.
+    """
 
     __slots__ = ("_closed", "index", "pool")
     __reduce__ = refuse_copy
 
-    def __init__(self, pool: SsmStatePool, request_id: int) -> None:
+    def __init__(self, pool: SsmStatePool, request_id: int, zero: bool = True) -> None:
         self.pool = pool
-        self.index = pool.alloc(request_id)
+        self.index = pool.alloc(request_id, zero)
         self._closed = False
 
     @property
@@ -99,10 +102,10 @@ class HeldSlot:
             raise
         return copy
 
-    def close(self) -> None:
+    def close(self, zero: bool = True) -> None:
         """Zeroes the state and releases the slot. A second call does nothing."""
         if not self._closed:
-            self.pool.release(self.index)
+            self.pool.release(self.index, zero)
             self._closed = True
 
 
@@ -143,6 +146,11 @@ class HybridSequence:
     keep
         Number of tokens that can be rolled back without a checkpoint. Windows keep blocks for this many more tokens.
 
+    Attributes
+    ----------
+    drafts : list
+        The slots that `hold_drafts` has taken. Each has the attributes of `state`.
+
     Examples
     --------
     >>> from pagepool import BlockAllocator, KvGroup, StateLayout
@@ -170,6 +178,7 @@ class HybridSequence:
     ) -> None:
         self._len = 0
         self._checkpoints: list[Checkpoint] = []  # positions rise
+        self.drafts: list[HeldSlot] = []
         self.keep = integer("keep", keep, 0)
         self.groups = groups_of(groups)
         if states is not None and not isinstance(states, SsmStatePool):
@@ -323,21 +332,65 @@ class HybridSequence:
             raise ValueError(f"cannot truncate to {length} tokens: the recurrent state is known at {known}")
         self._return_to(length)
 
-    def retract(self, len: SupportsIndex) -> None:
-        """Removes the tokens after the first `len`, which were appended but not computed.
+    def hold_drafts(self, n: SupportsIndex) -> None:
+        """Takes a slot for the recurrent state after each of the last n tokens, which are drafts; until `retract`.
 
-        Does not change the recurrent state, which has not seen the removed tokens. Raises `ValueError` when the
-        sequence has fewer tokens, when a window has freed blocks that are needed or when a checkpoint is later,
-        `InvalidBlock` when a block was freed by someone else; then nothing has changed.
+        The model leaves `state` as it is after the token before the drafts, and writes the state after draft i into
+        `drafts[i]`. Without a recurrent state nothing is taken. Raises `PoolExhausted` when fewer than n slots are
+        free, `ValueError` when it holds drafts or has fewer tokens; then nothing has changed.
+
+        >>> from pagepool import StateLayout
+        >>> states = SsmStatePool.from_layout(StateLayout(layers=[{"h": ((1,), "float32")}]), 4)
+        >>> sequence = HybridSequence([], states)
+        >>> _ = sequence.append(3)  # one token and two drafts
+        >>> sequence.hold_drafts(2)
+        >>> for value, slot in enumerate([sequence.state, *sequence.drafts]):
+        ...     slot.view(0, "h")[:] = value
+        >>> sequence.retract(2)  # the first draft was right
+        >>> sequence.state.view(0, "h"), states.used_count
+        (array([1.], dtype=float32), 1)
         """
         self._use()
-        length = integer("len", len, 0, self._len)
+        number = integer("n", n, 0, self._len)
+        if self.drafts:
+            raise ValueError(f"cannot hold {number} drafts: {len(self.drafts)} are held, retract ends them")
+        if self.state is None:
+            return
+        pool, request_id = self.state.pool, self.state.slot.request_id
+        if pool.free_count < number:
+            raise PoolExhausted(f"asked for {number} slots for drafts, {pool.free_count} of {pool.capacity} are free")
+        held = [self.state] * number  # memory first
+        taken = 0
+        try:
+            while taken < number:
+                held[taken] = HeldSlot(pool, request_id, zero=False)
+                taken += 1
+        except BaseException:
+            release_drafts(held, taken)
+            raise
+        self.drafts = held
+
+    def retract(self, length: SupportsIndex) -> None:
+        """Removes the tokens after the first `length`, which were appended but not computed, or were rejected drafts.
+
+        The recurrent state becomes the state after the last draft that stays: its slot becomes `state`, and all other
+        slots of drafts are released. No state is copied, so views of `state` are to be taken anew. Without drafts the
+        state does not change, and has not seen the removed tokens. Raises `ValueError` when the sequence has fewer
+        tokens, when a window has freed blocks that are needed or when a checkpoint is later, `InvalidBlock` when a
+        block was freed by someone else; then nothing has changed.
+        """
+        self._use()
+        target = integer("length", length, 0, self._len)
         known = self._checkpoints
-        if known and known[-1].position > length:
-            raise ValueError(f"cannot retract to {length} tokens: a checkpoint is at {known[-1].position}")
-        require_tokens(length, self.groups, self.kv)
-        group_truncate(self.kv, length)
-        self._len = length
+        if known and known[-1].position > target:
+            raise ValueError(f"cannot retract to {target} tokens: a checkpoint is at {known[-1].position}")
+        require_tokens(target, self.groups, self.kv)
+        last = target - (self._len - len(self.drafts)) - 1
+        group_truncate(self.kv, target)
+        if last >= 0 and self.state is not None:
+            self.state, self.drafts[last] = self.drafts[last], self.state
+        release_drafts(self.drafts, len(self.drafts))
+        self._len = target
 
     def close(self) -> None:
         """Frees all blocks and slots. Later calls raise `StaleHandle`, but a second `close` does nothing.
@@ -347,6 +400,7 @@ class HybridSequence:
         if self._closed:
             return
         group_close(self.kv)
+        release_drafts(self.drafts, len(self.drafts))
         close_from(0, self._checkpoints)
         if self.state is not None:
             self.state.close()
@@ -358,13 +412,13 @@ class HybridSequence:
         audit(self._len, self.groups, self.kv, [known.position for known in self._checkpoints])
 
     def stats(self) -> dict[str, int]:
-        """Returns a dict: blocks of all groups, slots of states, checkpoints."""
+        """Returns a dict: blocks of all groups, slots of states and drafts, checkpoints."""
         checkpoints = self._checkpoints
         return {
             "len": self._len,
             "blocks": sum(len(state.blocks) for state in self.kv),
             "given_back": sum(state.first_block for state in self.kv),
-            "states": ((not self._closed) + len(checkpoints)) * (self.state is not None),
+            "states": ((not self._closed) + len(checkpoints)) * (self.state is not None) + len(self.drafts),
             "checkpoints": len(checkpoints),
         }
 
@@ -420,6 +474,14 @@ def groups_of(groups: Iterable[KvGroup]) -> tuple[KvGroup, ...]:
         if not isinstance(group, KvGroup):
             raise wrong(f"groups[{place}]", "a KvGroup", group)
     return found
+
+
+def release_drafts(drafts: list[HeldSlot], count: int) -> None:
+    """Releases the first `count` slots, the last of them first, and clears the list. Needs no memory."""
+    while count:
+        count -= 1
+        drafts[count].close(zero=False)
+    drafts.clear()
 
 
 def close_from(place: int, checkpoints: list[Checkpoint]) -> None:

@@ -24,6 +24,7 @@ cdef class SsmStatePool:
     cdef BlockAllocator ids
     cdef StateMemory memory  # None when the states are Python objects
     cdef list slots  # lists of slots, None where none was made yet
+    cdef unsigned char[::1] dirty  # for each slot: it was released without zeroing
     cdef object __weakref__
 
     # For engines without the GIL, on a pool made by from_layout. They do not change positions and request ids of slots.
@@ -35,6 +36,8 @@ cdef class SsmStatePool:
     # Copies the states of one slot in use to another; PP_INVALID_SLOT, PP_INVALID_ARGUMENT as c_release.
     cdef pp_status c_copy(self, int32_t dst, int32_t src) noexcept nogil
 
+    # As c_alloc. Without zero the states may be those of an earlier request.
+    cdef pp_status c_take(self, int32_t *slot, bint zero) noexcept nogil
     cdef object slot_at(self, int32_t i)
     cdef int32_t read_slot(self, object i) except -1
     cdef int32_t read_used(self, object i) except -1

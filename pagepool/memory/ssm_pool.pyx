@@ -183,6 +183,7 @@ cdef class SsmStatePool:
         if not is_memory and not callable(make_state):
             raise TypeError(f"make_state must be callable, not {type(make_state).__name__}")
         self.ids = BlockAllocator(number)
+        self.dirty = np.zeros(number, np.uint8)
         if is_memory:
             self.memory = make_state
             self.slots = [None] * -(-number // SLOTS)
@@ -206,8 +207,15 @@ cdef class SsmStatePool:
         memory = StateMemory(layout, read_capacity(capacity))
         return SsmStatePool(memory.capacity, memory)
 
+    cdef pp_status c_take(self, int32_t *slot, bint zero) noexcept nogil:
+        cdef pp_status status = self.ids.c_allocate(slot)
+        if status == PP_OK and zero and self.dirty[slot[0]]:
+            self.memory.c_zero(slot[0])
+            self.dirty[slot[0]] = False
+        return status
+
     cdef pp_status c_alloc(self, int32_t *slot) noexcept nogil:
-        return self.ids.c_allocate(slot)
+        return self.c_take(slot, True)
 
     cdef pp_status c_release(self, int32_t slot) noexcept nogil:
         if self.memory is None:
@@ -215,6 +223,7 @@ cdef class SsmStatePool:
         if self.ids.c_ref_count(slot) < 1:
             return PP_INVALID_SLOT
         self.memory.c_zero(slot)
+        self.dirty[slot] = False
         self.ids.c_free(slot)
         return PP_OK
 
@@ -257,15 +266,16 @@ cdef class SsmStatePool:
             raise InvalidSlot(f"slot {slot} is free: {self.used_count} of {self.ids.capacity} slots are used")
         return slot
 
-    def alloc(self, request_id):
+    def alloc(self, request_id, bint zero=True):
         """Takes a slot for a request (any integer but 0, which means none); returns its number.
 
-        The state is at its beginning. Raises `PoolExhausted` when no slot is free.
+        The state is at its beginning. With `zero=False` its memory may hold another state, for a caller that writes it
+        before it reads it. Raises `PoolExhausted` when no slot is free.
         """
         cdef int32_t slot
         cdef object number
         request = integer("request_id", request_id)
-        if self.c_alloc(&slot) != PP_OK:
+        if self.c_take(&slot, zero) != PP_OK:
             raise PoolExhausted(f"asked for 1 slot, 0 of {self.ids.capacity} are free")
         try:
             number = slot
@@ -275,14 +285,19 @@ cdef class SsmStatePool:
             raise
         return number
 
-    def release(self, i):
+    def release(self, i, bint zero=True):
         """Frees slot i and resets its state: zeros, position 0, no request.
 
-        Raises `InvalidSlot` when i is out of range or already free. If the state's `reset` raises, the slot stays in
-        use.
+        With `zero=False` the memory of a layout is zeroed by the next `alloc` instead, unless that has `zero=False`
+        too. Raises `InvalidSlot` when i is out of range or already free. If the state's `reset` raises, the slot stays
+        in use.
         """
         cdef int32_t slot = self.read_used(i)
-        self.slot_at(slot).reset()
+        if zero or self.memory is None:
+            self.slot_at(slot).reset()
+        else:
+            self.slot_at(slot).forget()
+        self.dirty[slot] = not zero and self.memory is not None
         self.ids.c_free(slot)
 
     def copy(self, dst, src):

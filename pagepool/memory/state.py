@@ -141,6 +141,11 @@ class SequenceSlot:
         state.copy_from(other.state)
         self.position = other.position
 
+    def forget(self) -> None:
+        """Sets the position and the request id to 0, and does not reset the state's memory."""
+        state: Any = self.state
+        state.step_position = self.position = self.request_id = 0
+
     def reset(self) -> None:
         """Resets the state, sets the position to the state's position, and sets the request id to 0."""
         self.state.reset()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pagepool._arguments import integer
-from pagepool.errors import PoolError, StaleHandle
+from pagepool.errors import PoolError, PoolExhausted, StaleHandle
 from pagepool.reference.block_table import PagedSeqState
 
 __all__ = ["Checkpoint", "HybridSequence"]
@@ -25,9 +25,9 @@ __all__ = ["Checkpoint", "HybridSequence"]
 class HeldSlot:
     """A slot of a state pool, owned by a sequence or a checkpoint."""
 
-    def __init__(self, pool: Any, request_id: int) -> None:
+    def __init__(self, pool: Any, request_id: int, zero: bool = True) -> None:
         self.pool = pool
-        self.index = pool.alloc(request_id)
+        self.index = pool.alloc(request_id, zero)
         self.closed = False
 
     @property
@@ -48,10 +48,10 @@ class HeldSlot:
         self.pool.copy(copy.index, self.index)
         return copy
 
-    def close(self) -> None:
+    def close(self, zero: bool = True) -> None:
         """Release the slot."""
         if not self.closed:
-            self.pool.release(self.index)
+            self.pool.release(self.index, zero)
             self.closed = True
 
 
@@ -85,6 +85,7 @@ class HybridSequence:
         self.len = 0
         self.closed = False
         self.checkpoints: list[Checkpoint] = []
+        self.drafts: list[HeldSlot] = []
 
     def append(self, n: int = 1) -> list[np.ndarray]:
         """Free the blocks before the windows, then add n tokens. Returns the slots in every group.
@@ -184,18 +185,36 @@ class HybridSequence:
             raise ValueError(f"the state after {len} tokens is unknown: no checkpoint is at this position")
         self._return_to(len)
 
-    def retract(self, len: int) -> None:
-        """Remove the last slots, which the model has not processed yet."""
+    def hold_drafts(self, n: int) -> None:
+        """Take a slot for the state after each of the last n tokens. Raises `PoolExhausted` if there are too few."""
+        self._use()
+        if self.drafts or not 0 <= n <= self.len:
+            raise ValueError(f"{n} drafts of {self.len} tokens; {len(self.drafts)} are held")
+        if self.state is not None:
+            if self.state.pool.free_count < n:
+                raise PoolExhausted(f"{n} drafts need a slot each, {self.state.pool.free_count} are free")
+            self.drafts = [HeldSlot(self.state.pool, self.state.slot.request_id, False) for _ in range(n)]
+
+    def retract(self, length: int) -> None:
+        """Remove the last tokens. The state becomes that of the last draft that stays; without drafts it stays."""
+        self._use()
         for state in self.kv:
-            state.truncate(len)
-        self.len = len
+            state.truncate(length)
+        kept = len(self.drafts) - (self.len - length)
+        if kept > 0:
+            self.state, self.drafts[kept - 1] = self.drafts[kept - 1], self.state
+        while self.drafts:
+            self.drafts.pop().close(False)
+        self.len = length
 
     def close(self) -> None:
         """Free all blocks and slots."""
         if not self.closed:
-            self._keep_checkpoints([])
             for state in self.kv:
                 state.close()
+            while self.drafts:
+                self.drafts.pop().close(False)
+            self._keep_checkpoints([])
             self.closed = True
             if self.state is not None:
                 self.state.close()

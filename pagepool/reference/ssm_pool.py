@@ -119,6 +119,7 @@ class SsmStatePool:
         self._slots = [SequenceSlot(make_state(i)) for i in range(self.capacity)]
         self._free = list(range(self.capacity))[::-1]
         self._in_use: set[int] = set()
+        self._dirty: set[int] = set()
         self._arrays: list[dict[str, np.ndarray]] = []
 
     @classmethod
@@ -142,18 +143,33 @@ class SsmStatePool:
         """Number of slots in use."""
         return len(self._in_use)
 
-    def alloc(self, request_id: int) -> int:
-        """Allocate a slot for a request. Raises `PoolExhausted` if no slot is free."""
+    def alloc(self, request_id: int, zero: bool = True) -> int:
+        """Allocate a slot for a request. Raises `PoolExhausted` if no slot is free.
+
+        With `zero=False` the state can be that of a slot that was released with `zero=False`.
+        """
         if not self._free:
             raise PoolExhausted(f"asked for 1 slot, 0 of {self.capacity} are free")
         i = self._free.pop()
         self._in_use.add(i)
+        if zero and i in self._dirty:
+            self._dirty.remove(i)
+            self._slots[i].reset()
         self._slots[i].request_id = request_id
         return i
 
-    def release(self, i: int) -> None:
-        """Zero slot `i` and free it. Raises `InvalidSlot` if it is out of range or free."""
-        self.slot(self._used(i)).reset()
+    def release(self, i: int, zero: bool = True) -> None:
+        """Zero slot `i` and free it. Raises `InvalidSlot` if it is out of range or free.
+
+        With `zero=False` the next `alloc` zeroes it, unless that has `zero=False` too.
+        """
+        slot = self.slot(self._used(i))
+        if zero:
+            self._dirty.discard(i)
+            slot.reset()
+        else:
+            self._dirty.add(i)
+            slot.state.step_position = slot.position = slot.request_id = 0
         self._in_use.remove(i)
         self._free.append(i)
 

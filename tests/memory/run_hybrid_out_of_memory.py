@@ -51,13 +51,17 @@ class World:
         self.pool.view(0, "a")[self.lent] = 5
         self.checkpoints.save(self.lent, PROMPT, 500, "end")
         self.new = HybridSequence(self.groups, self.pool)
+        self.drafting = HybridSequence(self.groups, self.pool, label=MANY)
+        self.drafting.append(MANY + 10)
+        self.drafting.hold_drafts(6)
 
     def picture(self):
-        for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new, self.checkpoints):
+        for one in (self.allocator, self.pool, self.cache, self.hybrid, self.new, self.drafting, self.checkpoints):
             one.check()
         return (
             [self.allocator.ref_count(block) for block in range(BLOCKS)],
             [self.pool.used_count, self.cache.num_cached, self.state.len],
+            [self.drafting.stats(), self.drafting.state.index],
             [self.hybrid.stats(), self.hybrid.closed, [mark.position for mark in self.hybrid.checkpoints]],
             self.pool.view(0, "a").tolist(),
         )
@@ -99,6 +103,9 @@ OPERATIONS = {
     "rollback": lambda world: world.hybrid.rollback(world.marks[1]),
     "rollback by tokens": lambda world: world.hybrid.rollback(500),
     "truncate": lambda world: world.hybrid.truncate(800),
+    "hold_drafts": lambda world: world.hybrid.hold_drafts(5),
+    "retract": lambda world: world.drafting.retract(MANY + 7),
+    "close with drafts": lambda world: world.drafting.close(),
     "save a state": save,
     "resume a state": resume,
     "close of a hybrid": lambda world: world.hybrid.close(),

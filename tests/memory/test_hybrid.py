@@ -248,7 +248,7 @@ def test_slots_that_were_not_computed_are_retracted_and_the_state_stays():
     sequence.append(12)
     sequence.append(1)
     before = sequence.stats()
-    for length, *words in ((35, "len", 0, 34, 35), (12, 12, 6, 24)):
+    for length, *words in ((35, "length", 0, 34, 35), (12, 12, 6, 24)):
         with refuses(ValueError, *words):
             sequence.retract(length)
     sequence.checkpoint()
@@ -266,3 +266,50 @@ def test_slots_that_were_not_computed_are_retracted_and_the_state_stays():
         with pytest.raises(StaleHandle):
             use()
     assert states.used_count == 0
+
+
+def test_drafts_hold_all_of_their_states_or_none_until_they_are_retracted():
+    blocks = BlockAllocator(64)
+    states = SsmStatePool.from_layout(STATES, 5)
+    sequence = HybridSequence([KvGroup(blocks, 4), KvGroup(blocks, 4, window=6)], states, label=9)
+    sequence.append(21)
+    sequence.state.view(0, "h")[...] = 21
+    for accepted in (0, 4, 2, 0):
+        length = sequence.len
+        sequence.append(5)
+        with refuses(PoolExhausted, 5, 4, 5):
+            sequence.hold_drafts(5)
+        assert states.used_count == 1 and sequence.drafts == []
+        sequence.hold_drafts(4)
+        with refuses(ValueError, 1, 4):
+            sequence.hold_drafts(1)
+        assert states.free_count == 0 == len({slot.index for slot in (sequence.state, *sequence.drafts)}) - 5
+        assert [slot.slot.request_id for slot in sequence.drafts] == [9] * 4 and sequence.stats()["states"] == 5
+        for place, slot in enumerate((sequence.state, *sequence.drafts), length + 1):
+            slot.view(0, "h")[...] = place
+        with refuses(ValueError, sequence.len + 1):
+            sequence.retract(sequence.len + 1)
+        sequence.retract(length + 1 + accepted)
+        sequence.check()
+        assert sequence.state.view(0, "h").tolist() == [length + 1 + accepted] * 3
+        assert (sequence.len, states.used_count, sequence.drafts) == (length + 1 + accepted, 1, [])
+    with refuses(ValueError, "n", sequence.len + 1):
+        sequence.hold_drafts(sequence.len + 1)
+    sequence.append(3)
+    sequence.hold_drafts(2)
+    child = sequence.fork()  # it has the state after the token before the drafts
+    child.retract(child.len - 2)
+    assert child.state.view(0, "h").tolist() == sequence.state.view(0, "h").tolist() and child.drafts == []
+    for one in (sequence, child):
+        one.close()
+    assert states.used_count == 0 == blocks.in_use
+    with pytest.raises(StaleHandle):
+        sequence.hold_drafts(1)
+
+
+def test_drafts_without_a_recurrent_state_take_nothing():
+    sequence = HybridSequence([KvGroup(BlockAllocator(8), 4)])
+    sequence.append(5)
+    sequence.hold_drafts(3)
+    sequence.retract(4)
+    assert (sequence.drafts, sequence.len) == ([], 4)

@@ -59,7 +59,7 @@ def test_hybrid_sequences_leave_nothing_behind_and_their_close_wants_no_memory(r
     wrong = {name: what for name, what in results.items() if not isinstance(what, int)}
     assert not wrong
     spared = {name for name, failures in results.items() if failures == 0}
-    assert spared == {"close of a hybrid"}
+    assert spared == {"close of a hybrid", "close with drafts"}
     assert len(results) > 15 and sum(results.values()) > 100
 
 

@@ -180,6 +180,43 @@ def test_release_zeroes_one_row_of_every_state():
         assert not view[1].any() and (view[[0, 2]] == 1).all()
 
 
+def test_a_slot_that_was_released_without_zeroing_is_zeroed_when_it_is_allocated():
+    pool = SsmStatePool.from_layout(LAYOUT, 3)
+    views = [pool.view(0, "conv_states"), pool.view(0, "recurrent_states"), pool.view(2, "conv_states")]
+
+    def use(zero):
+        i = pool.alloc(7, zero)
+        found = [view[i].copy() for view in views]
+        pool.slot(i).step()
+        for view in views:
+            view[i] = 5
+        return i, bool(np.any([np.any(one) for one in found]))
+
+    for zeroes, is_stale in ((False, True), (True, False)):
+        i, _ = use(True)
+        pool.release(i, zero=False)
+        slot = pool.slot(i)
+        assert (slot.request_id, slot.position, slot.state.step_position) == (0, 0, 0)
+        assert use(zeroes) == (i, is_stale)
+        pool.release(i)
+        assert not any(view[i].any() for view in views) and use(False) == (i, False)
+        pool.release(i)
+    assert pool.used_count == 0
+    with refuses(InvalidSlot, 0, 3):
+        pool.release(0, zero=False)
+    assert not use(True)[1]
+
+
+def test_a_state_of_python_is_reset_in_any_case():
+    pool = SsmStatePool(2, mamba)
+    i = pool.alloc(1)
+    pool.slot(i).state.h[...] = 3
+    pool.slot(i).step()
+    pool.release(i, zero=False)
+    assert not pool.slot(i).state.h.any() and pool.slot(i).state.step_position == 0
+    assert pool.alloc(2) == i
+
+
 @pytest.mark.parametrize("i", [-1, 2, 2**40])
 def test_slots_out_of_range(i):
     for pool in pools(2):
