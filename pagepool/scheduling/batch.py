@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
-from operator import ge
+from itertools import accumulate
+from operator import add, ge
 from typing import Any
 
 from pagepool.config import SchedulerConfig
@@ -146,25 +147,30 @@ def build_batch(
     decodes: Decodes,
     prefills: list[Sequence],
     config: SchedulerConfig,
-    feeds_again: bool = True,
+    free_slots: int | None = None,
     step: int = 0,
     drafts: Mapping[int, int] | None = None,
 ) -> ScheduledBatch:
     """The batch of one step. Changes nothing.
 
-    `feeds_again`: decodes without a new token are in it; a recurrent state must not pass over a token twice.
+    `free_slots`: free slots of recurrent states; None: there are no states. Each draft needs one. Decodes without a new
+    token are left out, because a state must not pass over a token twice.
     `step`: maximum number of tokens of a decode; 0: no limit.
     `drafts`: as in `Scheduler.schedule`.
     """
     new = [len(seq.prompt_tokens) + len(seq.output_tokens) - seq.fed for seq in decodes.sequences]
-    if not feeds_again and 0 in new:
+    if free_slots is not None and 0 in new:
         decodes = Decodes([seq for seq, count in zip(decodes.sequences, new, strict=True) if count])
         new = [count for count in new if count]
     size, has_slots = len(decodes.sequences), config.lookahead > 0 and (drafts is None or len(drafts) > 0)
     most = new
     if has_slots:
         rows = zip(decodes.sequences, new, strict=True)
-        most = [count + _slots(seq, count, config.lookahead, drafts) for seq, count in rows]
+        slots = [_slots(seq, count, config.lookahead, drafts) for seq, count in rows]
+        if free_slots is not None:
+            ends = accumulate(slots, initial=0)
+            slots = [max(0, min(count, free_slots - end)) for count, end in zip(slots, ends, strict=False)]
+        most = list(map(add, new, slots))
     if step:
         most = [min(count, step) for count in most]
     unread = [seq._next_end - seq.fed for seq in prefills]

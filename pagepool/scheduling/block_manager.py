@@ -138,11 +138,11 @@ class BlockManager:
         if fork.kv.len > seq.fed:  # slots of drafts
             self.truncate(fork, seq.fed)
 
-    def append(self, states: list[Any], counts: list[int]) -> bool:
+    def append(self, states: list[Any], counts: list[int], drafts: list[int]) -> bool:
         """Append `counts[i]` tokens to `states[i]`, all or nothing. Evicts cached blocks if needed.
 
         A pool with a memory budget first takes what is left of the budget, then its own cached blocks, then idle blocks
-        of other pools. Returns False if the pool has too few blocks.
+        of other pools. `drafts[i]` of the tokens are drafts. Returns False if the pool has too few blocks.
         """
         while self.has_states:
             try:
@@ -318,6 +318,28 @@ class HybridBlocks(BlockManager):
         seq.kv.adopt(blocks, len(blocks[0]) * self.block_size)
         seq.kv.trim()
         self.num_tokens += seq.kv.len
+
+    def append(self, states: list[HybridSequence], counts: list[int], drafts: list[int]) -> bool:
+        """See `BlockManager`. Takes a slot for the recurrent state after each draft."""
+        if not super().append(states, counts, drafts):
+            return False
+        if self.states is None or not any(drafts):
+            return True
+        try:
+            for state, number in zip(states, drafts, strict=True):
+                state.hold_drafts(number)
+        except PoolExhausted:  # another user of the pool has taken slots since `build_batch`
+            for state, count in zip(states, counts, strict=True):
+                state.retract(state.len - count)
+            self.num_tokens -= sum(counts)
+            return False
+        return True
+
+    def remove_slots(self, sequences: Iterable[Sequence]) -> None:
+        """See `BlockManager`. The recurrent states become those after the accepted drafts."""
+        for seq in sequences:
+            if seq.kv is not None and (seq.kv.drafts or seq.kv.len > seq.fed):
+                self.truncate(seq, seq.fed)
 
     def _append_batch(self, states: list[HybridSequence], counts: list[int]) -> None:
         before = [state.len for state in states]

@@ -78,7 +78,7 @@ class Preemption:
     def take(self, batch: ScheduledBatch, now: int) -> bool:
         """Take the blocks of `batch`. Evicts cached prefixes if needed. Returns False if there are too few blocks."""
         blocks = self.blocks
-        taken = blocks.append(batch.states, batch._grow)
+        taken = blocks.append(batch.states, batch._grow, batch.lookahead)
         if blocks.evicted != self._evicted:
             self._now, self._wanted = now, 0
             for state, count in zip(batch.states, batch._grow, strict=True):

@@ -58,7 +58,7 @@ class Scheduler:
         For hybrid models: the groups of each sequence, over the pool's allocator. Then `Sequence.kv` is a
         `HybridSequence`. None: one group, if there is a pool. A prefix cache needs groups with its own block size.
     states : SsmStatePool or None
-        For hybrid models: the pool of recurrent states. Requires `lookahead` 0.
+        For hybrid models: the pool of recurrent states. Each draft holds a free slot during its step.
     checkpoints : StateCheckpoints or None
         Required for a prefix cache with `states`: keeps recurrent states at some cached positions. Its `align` must be
         a multiple of the block size.
@@ -116,7 +116,7 @@ class Scheduler:
         self._policy = POLICIES[config.policy]
         step = max(config.lookahead + 1, min(config.max_prefill_tokens, config.max_batch_tokens))
         self._blocks = open_blocks(pool, config.block_size, groups, states, step)
-        check_hybrid(self._blocks, config, prefix_cache, checkpoints)
+        check_hybrid(self._blocks, prefix_cache, checkpoints)
         self._prefix = PrefixAdapter(prefix_cache, self._blocks, checkpoints, config.explain_misses)
         self._guard = Guard()
         self._inbox = Inbox()
@@ -372,7 +372,7 @@ class Scheduler:
         ----------
         drafts : mapping of int to int, optional
             Number of drafted tokens by sequence id. A decode gets as many slots, up to `lookahead`, its limit, the
-            budget of tokens and the blocks that are left. Default: `lookahead` for all.
+            budget of tokens and the blocks and free states that are left. Default: `lookahead` for all.
 
         Returns
         -------
@@ -402,7 +402,7 @@ class Scheduler:
             self._admission.admit(step)
             active = self._active
             while len(active):
-                batch = build_batch(*active.pick(), self.config, self._blocks.states is None, self._blocks.step, drafts)
+                batch = build_batch(*active.pick(), self.config, self._blocks.free_slots, self._blocks.step, drafts)
                 taken = self._preemption.take(batch, step)
                 active.put_back(taken)
                 if taken:

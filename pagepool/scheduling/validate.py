@@ -7,7 +7,6 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from pagepool._arguments import integer, wrong
-from pagepool.config import SchedulerConfig
 from pagepool.scheduling.batch import ScheduledBatch
 from pagepool.scheduling.block_manager import BlockManager
 from pagepool.scheduling.request import SeqState, Sequence
@@ -30,7 +29,7 @@ __all__ = [
 MAX_TOKEN = 2**31 - 1  # largest token id that a prefix cache accepts
 
 
-def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: Any, checkpoints: Any) -> None:
+def check_hybrid(blocks: BlockManager, prefix_cache: Any, checkpoints: Any) -> None:
     """Check the arguments for hybrid models. Raises TypeError for wrong checkpoints, ValueError for contradictions."""
     states = blocks.states
     if checkpoints is not None:
@@ -48,8 +47,6 @@ def check_hybrid(blocks: BlockManager, config: SchedulerConfig, prefix_cache: An
         raise ValueError("a prefix cache needs a pool with blocks")
     if prefix_cache is not None and states is not None and checkpoints is None:
         raise ValueError("a prefix cache for sequences with recurrent states needs checkpoints of the states")
-    if config.lookahead and states is not None:
-        raise ValueError(f"lookahead must be 0 with recurrent states, not {config.lookahead}: drafts cannot be undone")
 
 
 def read_request(

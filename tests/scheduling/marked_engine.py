@@ -85,6 +85,9 @@ class HybridEngine:
             known = marks(seq.all_tokens[: seq.fed])
             rows += [known[len(known) - len(tokens) :], marks_of_drafts(self, seq, drafts)]
             if self.states is not None:
+                assert len(state.drafts) == drafts
+                for slot, mark in zip(state.drafts, rows[-1], strict=True):
+                    slot.view(0, "h")[0] = mark
                 before = known[-len(tokens) - 1] if len(known) > len(tokens) else 0
                 h = state.state.view(0, "h")
                 assert h[0] == before, f"the state of {seq_id} has not processed its first tokens exactly once"

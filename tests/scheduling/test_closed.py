@@ -121,7 +121,9 @@ class World:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
-    ("windows", "slots", "lookahead"), [(None, None, 0), (None, None, 2), ([None, 8], None, 0), ([None], 4, 0)], ids=str
+    ("windows", "slots", "lookahead"),
+    [(None, None, 0), (None, None, 2), ([None, 8], None, 0), ([None], 4, 0), ([None], 8, 2)],
+    ids=str,
 )
 def test_an_exception_in_any_function_closes_the_scheduler_and_close_frees_everything(windows, slots, lookahead):
     closed, errors = 0, [KeyboardInterrupt("by hand"), MemoryError("none left"), OSError("broken")]

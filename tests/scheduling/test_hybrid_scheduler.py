@@ -151,6 +151,48 @@ def test_a_decode_without_a_new_token_is_not_scheduled_with_recurrent_states():
     assert sorted(step(scheduler).seq_ids) == [1, 2]
 
 
+def test_drafts_get_the_states_that_no_sequence_uses():
+    states = SsmStatePool.from_layout(STATE, 6)
+    scheduler = Scheduler(SchedulerConfig(lookahead=3), states=states)
+    for number in range(2):
+        scheduler.add_request([number, 2], 40)
+    step(scheduler)
+    batch = scheduler.schedule()
+    assert (batch.lookahead, states.free_count) == ([3, 1], 0)
+    scheduler.commit(batch, [[7, 7], 7])
+    assert states.used_count == 2
+    for _ in range(3):  # requests come before drafts
+        scheduler.add_request([5, 2], 40)
+    batch = scheduler.schedule()
+    assert (batch.lookahead, states.free_count) == ([1, 0, 0, 0, 0], 0)
+    scheduler.give_up(batch)
+    assert states.used_count == 0
+    run(scheduler)
+    assert states.used_count == 0
+
+
+def test_states_that_others_take_during_schedule_leave_a_step_without_drafts(monkeypatch):
+    pool = KvCachePool.from_layout(KvLayout(1, 1, 8, block_size=BLOCK), 8)
+    states = SsmStatePool.from_layout(STATE, 4)
+    scheduler = Scheduler(SchedulerConfig(lookahead=3), pool, states=states)
+    scheduler.add_request([1, 2], 20)
+    step(scheduler)
+    taken, hold = [], HybridSequence.hold_drafts
+
+    def hold_late(sequence, n):
+        taken.extend(states.alloc(99) for _ in range(n and states.free_count - 1))
+        hold(sequence, n)
+
+    monkeypatch.setattr(HybridSequence, "hold_drafts", hold_late)
+    batch = scheduler.schedule()
+    assert (batch.lookahead, batch.tokens, states.used_count, pool.allocator.in_use) == ([0], [[7]], 3, 1)
+    scheduler.commit(batch, [7])
+    for slot in taken:
+        states.release(slot)
+    monkeypatch.undo()
+    assert scheduler.schedule().lookahead == [3]
+
+
 def test_fork_takes_a_slot_or_changes_nothing():
     states, allocator = states_of(2), BlockAllocator(16)
     scheduler = Scheduler(SchedulerConfig(), allocator, states=states)
@@ -197,8 +239,6 @@ def test_options_that_hybrid_sequences_do_not_support_are_refused():
     ):
         with refuses(error, *words):
             Scheduler(SchedulerConfig(), pool, **arguments)
-    with refuses(ValueError, "lookahead", 2):
-        Scheduler(SchedulerConfig(lookahead=2), pool, states=states_of(1))
     scheduler = Scheduler(SchedulerConfig(), pool, groups=[KvGroup(pool.allocator, max_blocks_per_seq=3)])
     with refuses(ValueError, 13, 4, "groups[0]", 3):
         scheduler.add_request([1], 13)
@@ -368,7 +408,7 @@ def test_keys_values_and_states_are_right_in_a_pool_that_is_too_small(seed):
         max_batch_tokens=rng.choice([6, 24]),
         max_prefill_tokens=rng.choice([3, 8]),
         policy=rng.choice(sorted(POLICIES)),
-        lookahead=rng.choice([0, 2]) if slots is None else 0,
+        lookahead=rng.choice([0, 2]),
         tenants=rng.choice([{}, {1: Tenant(max_blocks=16)}]),
         explain_misses=rng.choice([True, False]),
     )

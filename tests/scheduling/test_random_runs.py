@@ -231,8 +231,8 @@ def test_forks_and_requests_from_other_threads(seed):
 def test_steps_that_are_given_up(seed, windows):
     memory = windows and {"windows": windows}
     run(seed, fails=0.3, forks=0.1, memory=memory)
-    run(seed, fails=0.2, forks=0.1, memory={"windows": windows or [3], "slots": 5}, lookahead=0)
-    run(seed, fails=0.2, forks=0.1, memory={"windows": [None], "slots": 5, "kept": 5}, lookahead=0, inbox=True)
+    run(seed, fails=0.2, forks=0.1, memory={"windows": windows or [3], "slots": 5})
+    run(seed, fails=0.2, forks=0.1, memory={"windows": [None], "slots": 5, "kept": 5}, inbox=True)
 
 
 @settings(max_examples=25, deadline=None)
@@ -246,8 +246,8 @@ def test_windows(seed, windows):
 @given(st.integers(0, 2**32), st.integers(0, 12), st.sampled_from([2, 5, 20]))
 def test_recurrent_states_and_their_checkpoints(seed, kept, slots):
     memory = {"windows": [None], "slots": slots, "kept": kept}
-    run(seed, memory=memory, lookahead=0, forks=0.1, inbox=True)
-    run(seed, memory=memory, lookahead=0, forget=0.05)
+    run(seed, memory=memory, forks=0.1, inbox=True)
+    run(seed, memory=memory, forget=0.05)
 
 
 @settings(max_examples=25, deadline=None)

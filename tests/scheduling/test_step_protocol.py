@@ -151,7 +151,7 @@ def serve(seed, fails, windows=None, slots=None, kept=None):
         max_batch_sequences=rng.choice([2, 20]),
         max_batch_tokens=24,
         max_prefill_tokens=rng.choice([3, 8]),
-        lookahead=rng.choice([0, 2]) if slots is None else 0,
+        lookahead=rng.choice([0, 2]),
         policy=rng.choice(["fair", "priority"]),
     )
     scheduler = Scheduler(config, engine.pool, **memory)
