@@ -14,7 +14,7 @@ class Scripted:
     def drafter(self, prompt, following):
         return ScriptedDrafter(self.continuations[tuple(prompt)])
 
-    def choose(self, drafters):
+    def choose(self, drafters, most=None):
         return {seq_id: self.draft(drafter) for seq_id, drafter in drafters.items()}
 
     def draft(self, drafter):

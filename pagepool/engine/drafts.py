@@ -263,13 +263,15 @@ class Drafts:
         """Return the drafter of a new request."""
         return Drafter(prompt, self.own, self.cached, following)
 
-    def choose(self, drafters: Mapping[int, Drafter]) -> dict[int, list[int]]:
+    def choose(self, drafters: Mapping[int, Drafter], most: int = EQUAL_ROWS) -> dict[int, list[int]]:
         """Return the drafts of the next step.
 
         Parameters
         ----------
         drafters : mapping
             The drafters of the requests that decode, by sequence id.
+        most : int
+            Maximum number of drafts of all requests.
 
         Returns
         -------
@@ -277,7 +279,7 @@ class Drafts:
             Tokens by sequence id, for sequences with drafts.
         """
         decodes = len(drafters)
-        room = EQUAL_ROWS - decodes
+        room = min(EQUAL_ROWS - decodes, most)
         if room <= 0:
             return {}
         self.own.measure()

@@ -108,8 +108,8 @@ class Engine(Intake):
         Speculative decoding: "ngram" predicts the next tokens of a request from its own tokens and from cached texts
         of the same salt, and the model verifies several in one step. The generated tokens are the same. The engine
         measures how often predictions are right and the cost of steps with more tokens, and drafts only where this
-        raises the tokens per second. At most `config.lookahead` drafts per sequence and step, 15 by default. Not for
-        models with recurrent states.
+        raises the tokens per second. At most `config.lookahead` drafts per sequence and step, 15 by default. With
+        recurrent states each draft needs a state that no sequence uses, of `config.max_sequences`.
 
     Attributes
     ----------
@@ -248,9 +248,9 @@ class Engine(Intake):
         options = {} if self.store is None else {"store": self.store}
         self._drafts = None
         if config.lookahead:
-            if self.runner.states is not None:
+            if not getattr(self.runner, "takes_drafts", self.runner.states is None):
                 name = type(self.runner.model or self.runner).__name__
-                raise ValueError(f"drafts cannot be used with {name}: its recurrent states cannot drop rejected drafts")
+                raise ValueError(f"drafts cannot be used with {name}: its recurrent layers cannot drop rejected drafts")
             self._drafts = Drafts(config.lookahead)
         self.prefix_cache = self.runner.new_prefix_cache(prefix_events, **options) if prefix_cache else None
         self.scheduler = self.runner.scheduler(config, self.prefix_cache)
@@ -569,7 +569,9 @@ class Engine(Intake):
             return {}
         with self._changed:
             found = {seq_id: running.drafter for seq_id, running in self._requests.items()}
-        return self._drafts.choose({seq_id: one for seq_id, one in found.items() if one is not None and one.num_new})
+        known = {seq_id: one for seq_id, one in found.items() if one is not None and one.num_new}
+        states = self.runner.states  # each draft needs one
+        return self._drafts.choose(known) if states is None else self._drafts.choose(known, states.free_count)
 
     def _run_model(self, batch: Any, requests: list[_Running], drafts: list[list[int]]) -> tuple[Logits, list[int]]:
         """Run the model on a batch.

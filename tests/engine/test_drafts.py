@@ -384,6 +384,22 @@ def test_a_cost_is_measured_again_after_a_while():
     assert costs.costs(1, 5) == [1.0] * 5
 
 
+def test_the_drafts_of_a_step_are_the_most_likely_that_have_room():
+    drafts = Drafts()
+    drafters = {number: drafts.drafter(range(40)) for number in range(3)}
+    for number, drafter in drafters.items():
+        for token in range(3 + number):
+            drafter.add(token)
+        for rows in range(1, 65):
+            drafts.costs.note(rows, 1.0)
+    for _ in range(99):
+        drafts.own.note(3, False)
+        drafts.own.note(5, True)
+    assert list(drafts.choose(drafters)) == [1, 2]
+    assert drafts.choose(drafters, 4) == {1: [4, 5], 2: [5, 6]}
+    assert drafts.choose(drafters, 0) == {}
+
+
 def test_more_requests_than_rows_of_a_step_get_no_drafts():
     drafts = Drafts()
     drafters = {number: drafts.drafter([1, 2, 3] * 9) for number in range(64)}

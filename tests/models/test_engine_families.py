@@ -21,6 +21,7 @@ import pagepool  # noqa: E402
 from pagepool import SchedulerConfig  # noqa: E402
 from pagepool.config import EQUAL_ROWS  # noqa: E402
 from pagepool.engine import Engine, SamplingParams  # noqa: E402
+from pagepool.integrations.transformers import recurrent  # noqa: E402
 
 SECONDS = 300
 
@@ -42,10 +43,7 @@ def test_greedy_tokens_are_those_of_transformers_eager_attention(family):
         engine.check()
 
 
-RECURRENT = {"Mamba2", "Bamba", "Qwen3Next", "Jamba", "FalconH1"}
-
-
-@pytest.mark.parametrize("family", each({family: FAMILIES[family] for family in FAMILIES if family not in RECURRENT}))
+@pytest.mark.parametrize("family", each([*FAMILIES, "Zamba2", "Lfm2"]))
 @pytest.mark.parametrize("blocks", [None, 60])
 def test_drafts_change_no_greedy_token_in_float32(family, blocks):
     """Every second pool is so small that sequences with drafts are preempted."""
@@ -82,8 +80,39 @@ def test_drafts_change_no_greedy_token_with_packed_layers_in_bfloat16():
 
 
 @pytest.mark.parametrize("family", ["Mamba2", "Bamba"])
-def test_drafts_are_refused_for_a_model_with_recurrent_states(family):
-    model = tiny_model(family)
+def test_drafts_take_the_states_that_requests_leave_and_no_cached_state_has_a_rejected_draft(family):
+    """Prompts that go on an answer begin with its kept state. Requests come, end and wait for a state."""
+    texts = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), eager_tokens(family), strict=True)}
+    chats = {(*prompt, *tokens[:32]): tokens[32:] for prompt, tokens in texts.items()}
+    config = SchedulerConfig(max_sequences=5, max_batch_sequences=5, max_prefill_tokens=16)
+    with drafting(Engine(tiny_model(family), config=config, drafts="ngram"), texts | chats, seed=4) as engine:
+        for known, count in ((texts, 32), (chats, 32), (texts, 48)):
+            running = [engine.submit(list(prompt), SamplingParams(count)) for prompt in known]
+            found = [generation.result(SECONDS).token_ids for generation in running]
+            assert found == [tokens[:count] for tokens in known.values()]
+            engine.check()
+        stats = engine.stats()
+        assert engine.runner.states.stats()["peak"] == 5 and engine.runner.states.used_count == 0
+        assert stats["cached_tokens"] > 100 and stats["drafted_tokens"] > stats["accepted_tokens"] > 100
+
+
+@pytest.mark.parametrize("kind", ["conv_states", "recurrent_states"])
+def test_drafts_are_refused_for_recurrent_layers_with_functions_of_their_own(kind, monkeypatch):
+    model = tiny_model("Bamba")
+    known = recurrent.recurrence_of
+
+    def without(module):
+        found = known(module)
+        return None if found is None else found._replace(takes=found.takes - {kind})
+
+    monkeypatch.setattr("pagepool.integrations.transformers.attention.recurrence_of", without)
+    with refuses(ValueError, "drafts", type(model).__name__, "recurrent"):
+        Engine(model, drafts="ngram")
+
+
+def test_drafts_are_refused_for_a_model_with_other_logits_for_drafts(monkeypatch):
+    model = tiny_model("Bamba")
+    monkeypatch.setattr("pagepool.integrations.transformers.forward.turns", lambda counts: [])
     with refuses(ValueError, "drafts", type(model).__name__, "recurrent"):
         Engine(model, drafts="ngram")
 

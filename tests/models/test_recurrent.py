@@ -8,7 +8,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed: make test-models")
 pytest.importorskip("transformers", reason="transformers is not installed: make test-models")
 
-from families import prompts, tiny_model  # noqa: E402
+from families import each, prompts, tiny_model  # noqa: E402
+from refusals import refuses  # noqa: E402
 from transformers.models.falcon_h1.modeling_falcon_h1 import (  # noqa: E402
     FalconH1Mixer,
     mamba2_selective_state_update,
@@ -16,7 +17,8 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import (  # noqa: E402
 
 from pagepool.integrations.transformers import ModelRunner  # noqa: E402
 from pagepool.integrations.transformers.attention import Hooks  # noqa: E402
-from pagepool.integrations.transformers.recurrent import step_in_place  # noqa: E402
+from pagepool.integrations.transformers.forward import turns  # noqa: E402
+from pagepool.integrations.transformers.recurrent import convolved, in_turn, step_in_place  # noqa: E402
 from pagepool.integrations.transformers.step import Step, running  # noqa: E402
 
 HEADS, DIM, SIZE, SLOTS = 6, 5, 7, 9
@@ -74,6 +76,146 @@ def test_bits_of_a_sequence_do_not_depend_on_the_others():
     of_row = {name: value if name in ("A", "D", "dt_bias") else value[2:3] for name, value in given.items()}
     assert torch.equal(stepped(alone, [5], of_row), together[2:3])
     assert torch.equal(alone[5], states[5])
+
+
+def drafted(update, states, given, counts, name):
+    """Return results and states of rows with drafts: `counts` are the rows of each sequence."""
+    states = states.repeat_interleave(torch.tensor(counts), 0)  # drafts begin with any other state
+    states[[row for rows in turns(counts) for row in rows]] = torch.nan
+    with running(Step((), (), 1, {}, range(len(states)), drafts=turns(counts))), torch.inference_mode():
+        result = update(**given, **{name: states})
+    return (result, states) if name in ("state", "conv_state", "states") else result
+
+
+def one_by_one(own, states, given, counts, name):
+    """Return the same from steps without drafts: in each, the next token of every sequence that has one left."""
+    begins = [sum(counts[:place]) for place in range(len(counts))]
+    weights = {"A", "D", "dt_bias", "weight", "bias"}
+    results, after = {}, {}
+    for token in range(max(counts)):
+        going = [sequence for sequence, count in enumerate(counts) if token < count]
+        rows = [begins[sequence] + token for sequence in going]
+        of_rows = {
+            key: one[rows] if isinstance(one, torch.Tensor) and key not in weights else one
+            for key, one in given.items()
+        }
+        state = states[going]
+        with torch.inference_mode(), running(Step((), (), 1, {}, range(len(going)))):
+            result = own(**of_rows, **{name: state})
+        result, state = (result, state) if name in ("state", "conv_state", "states") else result
+        results |= dict(zip(rows, result, strict=True))
+        after |= dict(zip(rows, state, strict=True))
+        states = states.index_copy(0, torch.tensor(going), state)
+    return (torch.stack([found[row] for row in sorted(found)]) for found in (results, after))
+
+
+def cases():
+    """Return functions of transformers and arguments of 9 rows, in whole pairs of vectors as in real models."""
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    rows, heads, dim, size, wide = 9, 32, 16, 16, 64
+    mamba2 = {
+        "hidden_states": random(rows, heads, dim),
+        "dt": random(rows, heads, 1).expand(-1, -1, dim),
+        "A": -random(heads).exp()[:, None, None].expand(-1, dim, size),
+        "B": random(rows, 2, size),
+        "C": random(rows, 2, size),
+        "D": random(heads)[:, None].expand(-1, dim),
+        "dt_bias": random(heads)[:, None].expand(-1, dim),
+        "z": None,
+        "dt_softplus": True,
+    }
+    mamba = {
+        "hidden_states": random(rows, wide),
+        "dt": random(rows, wide),
+        "A": -random(wide, size).exp(),
+        "B": random(rows, size),
+        "C": random(rows, size),
+        "D": random(wide),
+        "z": random(rows, wide),
+        "dt_bias": random(wide),
+        "dt_softplus": True,
+    }
+    delta = {
+        **{name: random(rows, 1, heads, dim) for name in ("query", "key", "value")},
+        "g": -random(rows, 1, heads).exp(),
+        "beta": random(rows, 1, heads).sigmoid(),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+    kimi = {**delta, "g": -random(rows, 1, heads, dim).exp()}
+    conv = {"hidden_states": random(rows, wide, 1), "weight": random(wide, 4), "bias": random(wide)}
+    state = random(3, heads, dim, size)
+    return {
+        ("mamba2", "mamba2_selective_state_update", "state"): (mamba2, state),
+        ("jamba", "mamba_selective_state_update", "state"): (mamba, random(3, wide, size)),
+        ("qwen3_next", "torch_recurrent_gated_delta_rule", "initial_state"): (delta, state),
+        ("kimi_linear", "recurrent_kimi_delta_attention", "initial_state"): (kimi, state),
+        ("lfm2", "causal_conv1d_update", "conv_state"): ({**conv, "activation": "silu"}, random(3, wide, 4)),
+        (None, "step_in_place", "states"): (mamba2, state),
+    }
+
+
+@pytest.mark.parametrize("counts", [[9, 0, 0], [1, 5, 3], [3, 3, 3], [1, 1, 7]])
+@pytest.mark.parametrize("case", list(cases()))
+def test_rows_of_drafts_have_the_bits_of_one_step_after_another(case, counts):
+    family, name, state = case
+    given, states = cases()[case]
+    counts = [count for count in counts if count]
+    if family is None:
+        own = update = step_in_place
+    else:
+        own = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
+        update = convolved(own) if state == "conv_state" else in_turn(own, state)
+    states = states[: len(counts)]
+    found = drafted(update, states, given, counts, state)
+    for one, expected in zip(found, one_by_one(own, states, given, counts, state), strict=True):
+        assert torch.equal(one, expected) and not torch.isnan(one).any()
+
+
+@pytest.mark.parametrize("family", each(["Bamba", "Mamba2", "Qwen3Next", "Jamba", "FalconH1", "Zamba2", "Lfm2"]))
+def test_states_after_accepted_drafts_are_those_of_single_tokens(family):
+    """Whatever is accepted, and in slots that are not neighbours."""
+    runner = ModelRunner(tiny_model(family), num_blocks=64, max_sequences=20)
+    assert runner.takes_drafts
+    [prompt, text] = prompts([9, 40], seed=2)
+    plain, one, other = (runner.new_sequence() for _ in range(3))
+    for sequence in (plain, one, other):
+        sequence.append(len(prompt))
+        runner.forward([prompt], [sequence], [1])
+    done, spare = 0, [runner.states.alloc(9)]
+    for accepted in (0, 3, 1, 0, 2, 3, 0):
+        drafts = [*text[done + 1 :][:accepted], *[7, 8, 9][accepted:]]
+        for sequence in (one, other):
+            sequence.append(4)
+            sequence.hold_drafts(3)
+        rows = runner.forward([[text[done], *drafts]] * 2, [one, other], [4, 4])
+        for sequence in (one, other):
+            sequence.retract(sequence.len - 3 + accepted)
+        single = []
+        for token in text[done : done + 1 + accepted]:
+            plain.append(1)
+            single.append(runner.forward([[token]], [plain], [1]))
+        torch.testing.assert_close(rows[: 1 + accepted], torch.cat(single), rtol=0, atol=1e-3)
+        torch.testing.assert_close(rows[:4], rows[4:], rtol=0, atol=1e-3)
+        for layer, names in enumerate(runner._memory.views):
+            for name in names:
+                known = torch.from_numpy(plain.state.view(layer, name))
+                for sequence in (one, other):
+                    found = torch.from_numpy(sequence.state.view(layer, name))
+                    torch.testing.assert_close(found, known, rtol=1e-3, atol=1e-3)
+        done += 1 + accepted
+        spare.append(runner.states.alloc(9))
+    one.append(3)
+    one.hold_drafts(2)
+    with refuses(ValueError, 2, 2):
+        runner.forward([[5, 6]], [one], [1])
+    for sequence in (plain, one, other):
+        sequence.close()
+    assert runner.states.used_count == len(spare)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

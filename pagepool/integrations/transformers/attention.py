@@ -14,7 +14,7 @@ from transformers import AttentionInterface
 from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
 from pagepool.integrations.transformers.linear import PackedLinears
-from pagepool.integrations.transformers.recurrent import forward_in_place
+from pagepool.integrations.transformers.recurrent import recurrence_of
 from pagepool.integrations.transformers.step import current_step
 
 __all__ = ["Hooks"]
@@ -73,6 +73,8 @@ class Hooks:
     ----------
     steps_in_place : set of int
         Layers that update their recurrent states in the slots of the running step.
+    takes_drafts : dict of int to set
+        The kinds of states that a recurrent layer computes for drafts, by layer.
     packed : PackedLinears or None
         Linear layers over packed weights. Set by `use`.
     """
@@ -86,14 +88,17 @@ class Hooks:
             module: MethodType(ADAPTERS[type(module).__name__], module) for module in self._adapted
         }
         self.steps_in_place: set[int] = set()
+        self.takes_drafts: dict[int, set[str]] = {}
         self.packed: PackedLinears | None = None
         self._replaced: dict[torch.nn.Module, Callable[..., Any]] | None = None
         with self._lock:  # another runner of this model may have replaced forwards
             for module in model.modules():
-                forward = forward_in_place(module)
-                if forward is not None:
-                    self._forwards[module] = forward
-                    self.steps_in_place.add(module.layer_idx)
+                found = recurrence_of(module)
+                if found is not None:
+                    self._forwards[module] = found.forward
+                    self.takes_drafts[module.layer_idx] = found.takes
+                    if found.steps_in_place:
+                        self.steps_in_place.add(module.layer_idx)
 
     def use(self, packed: PackedLinears | None, fused: dict[torch.nn.Module, Callable[..., Any]] | None = None) -> None:
         """Set the packed linear layers, and the fused forwards of other modules. None: the model's own."""

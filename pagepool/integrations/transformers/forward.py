@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,12 @@ class PagedForward:
         seen : int or None
             Number of earlier tokens that is passed to the model. None: the largest number of any sequence.
 
+        Raises
+        ------
+        ValueError
+            A sequence with a recurrent state has another number of drafts than tokens after its first one. Nothing has
+            changed.
+
         Returns
         -------
         torch.Tensor
@@ -78,7 +85,10 @@ class PagedForward:
         with self.hooks.over_pages():
             if memory.states is None:
                 return self._run_flat(memory, tables, tokens, starts, keep, seen)
-            slots = [sequence.state.index for sequence in sequences]
+            slots = [[slot.index for slot in (sequence.state, *sequence.drafts)] for sequence in sequences]
+            for count, of_row in zip(counts, slots, strict=True):
+                if 1 < len(of_row) != count:
+                    raise ValueError(f"a sequence with {len(of_row) - 1} drafts has {count} tokens to compute")
             return self._run_in_turn(memory, tables, tokens, starts, keep, seen, slots)
 
     def _run_in_turn(
@@ -89,20 +99,30 @@ class PagedForward:
         starts: Sequence[int],
         keep: Sequence[int],
         seen: int,
-        slots: Sequence[int],
+        slots: Sequence[Sequence[int]],
     ) -> torch.Tensor:
-        """Run several forwards, because a recurrent layer needs rows with equal numbers of tokens."""
+        """Run several forwards, because a recurrent layer needs rows with equal numbers of tokens.
+
+        A token that decodes is a row, and so is a draft. `slots[i]` has the slots of sequence i and of its drafts.
+        """
         counts = [len(row) for row in tokens]
         found: list[list[torch.Tensor]] = [[] for _ in tokens]
-        for rows, begin, end in self._in_turn(counts, starts):
-            ids = [list(tokens[row][begin:end]) for row in rows]
-            first = [starts[row] + begin for row in rows]
-            part = [cut(one, rows, begin, end, counts) for one in tables]
-            most = max(1, *(keep[row] for row in rows))
-            logits = self._run_states(memory, part, ids, first, [slots[row] for row in rows], most, seen)
-            for row, of_row in zip(rows, logits, strict=True):
-                wanted = min(max(keep[row] - (counts[row] - end), 0), end - begin)
-                found[row].append(of_row[of_row.shape[0] - wanted :])
+        decodes = [row for row, of_row in enumerate(slots) if counts[row] == len(of_row) and starts[row]]
+        if decodes:
+            ends = [counts[row] for row in decodes]
+            ids = [[token] for row in decodes for token in tokens[row]]
+            first = [starts[row] + place for row in decodes for place in range(counts[row])]
+            of_rows = [slot for row in decodes for slot in slots[row]]
+            part = [cut(one, decodes, 0, ends, counts) for one in tables]
+            logits = self._run_states(memory, part, ids, first, of_rows, 1, seen, turns(ends))
+            for row, of_row in zip(decodes, logits[:, 0].split(ends), strict=True):
+                found[row].append(of_row[len(of_row) - keep[row] :])
+        for row, begin, end in self._chunks(counts, starts, decodes):
+            part = [cut(one, [row], begin, [end], counts) for one in tables]
+            ids, first = [list(tokens[row][begin:end])], [starts[row] + begin]
+            of_row = self._run_states(memory, part, ids, first, [slots[row][0]], max(1, keep[row]), seen)[0]
+            wanted = min(max(keep[row] - (counts[row] - end), 0), end - begin)
+            found[row].append(of_row[of_row.shape[0] - wanted :])
         return torch.cat([part for parts in found for part in parts])
 
     def _run_flat(
@@ -137,11 +157,12 @@ class PagedForward:
         slots: list[int],
         keep: int,
         seen: int,
+        drafts: Sequence[Sequence[int]] = (),
     ) -> torch.Tensor:
-        """Run sequences with equal numbers of tokens as rows of a batch. Either all are new or all have a state."""
+        """Run equal numbers of tokens as rows of a batch. Either all are new or all have a state."""
         ids = torch.tensor(tokens)
         positions = torch.tensor(starts)[:, None] + torch.arange(ids.shape[1])
-        step = Step(memory.pools, tables, seen, self.layout.borrowed, slots, memory.arithmetic)
+        step = Step(memory.pools, tables, seen, self.layout.borrowed, slots, memory.arithmetic, drafts)
         in_place = self.hooks.steps_in_place if starts[0] and ids.shape[1] == 1 else ()
         layers: list[Any] = []
         for number, views in enumerate(memory.views):
@@ -181,30 +202,47 @@ class PagedForward:
             return PagedStateLayer(attention, states, has_previous_state)
         return DummyLayer() if attention is None else PagedLayer(attention)
 
-    def _in_turn(self, counts: Sequence[int], starts: Sequence[int]) -> Iterator[tuple[list[int], int, int]]:
-        """Yield (sequences, begin, end) for each forward of a model with recurrent states.
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether every recurrent layer computes all of its states for drafts."""
+        known = self.hooks.takes_drafts
+        kinds = [{name.rpartition(".")[0] for name in states} for states in self.layout.states]
+        return all(of_layer <= known.get(number, set()) for number, of_layer in enumerate(kinds))
 
-        All sequences that decode one token form one batch. A prompt chunk runs alone. It runs token by token if the
-        model cannot continue from a state with several tokens.
+    def _chunks(
+        self, counts: Sequence[int], starts: Sequence[int], decodes: Container[int]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield (sequence, begin, end) for each forward that is not of `decodes`.
+
+        A prompt chunk runs alone. It runs token by token if the model cannot continue from a state with several tokens.
         """
-        decodes = [row for row, count in enumerate(counts) if count == 1 and starts[row]]
-        if decodes:
-            yield decodes, 0, 1
         for row, count in enumerate(counts):
-            if count == 1 and starts[row]:
+            if row in decodes:
                 continue
             if starts[row] and not self.takes_chunks:
-                yield from (([row], place, place + 1) for place in range(count))
+                yield from ((row, place, place + 1) for place in range(count))
             else:
-                yield [row], 0, count
+                yield row, 0, count
 
 
-def cut(tables: Tables, rows: Sequence[int], begin: int, end: int, counts: Sequence[int]) -> Tables:
-    """Return the tables for a forward that computes only tokens `begin` to `end` of the sequences `rows`."""
+def turns(counts: Sequence[int]) -> list[list[int]]:
+    """Return the rows of the first drafts, of the second drafts, and so on. `counts` has the rows of each sequence.
+
+    >>> turns([1, 3, 2])
+    [[2, 5], [3]]
+    """
+    begins = [end - count for end, count in zip(accumulate(counts), counts, strict=True)]
+    rows = list(zip(begins, counts, strict=True))
+    return [[begin + turn for begin, count in rows if turn < count] for turn in range(1, max(counts))]
+
+
+def cut(tables: Tables, rows: Sequence[int], begin: int, ends: Sequence[int], counts: Sequence[int]) -> Tables:
+    """Return the tables for a forward that computes only tokens `begin` to `ends[i]` of each sequence `rows[i]`."""
     first = tables.query_start_loc
-    lens = [tables.seq_lens[row] - counts[row] + end for row in rows]
-    slots = np.concatenate([tables.slot_mapping[first[row] + begin : first[row] + end] for row in rows])
-    starts = np.arange(len(rows) + 1, dtype=np.int32) * (end - begin)
+    taken = list(zip(rows, ends, strict=True))
+    lens = [tables.seq_lens[row] - counts[row] + end for row, end in taken]
+    slots = np.concatenate([tables.slot_mapping[first[row] + begin : first[row] + end] for row, end in taken])
+    starts = np.array([0, *accumulate(end - begin for end in ends)], np.int32)
     return Tables(tables.block_tables[list(rows)], np.array(lens, np.int32), slots, starts)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -17,7 +18,7 @@ from pagepool.integrations.transformers.linear import packs
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.quantised import quantisation_of, quantise_linears, require_kind
 from pagepool.integrations.transformers.storing import model_fingerprint, shared_fingerprint
-from pagepool.integrations.transformers.trial import pack_linears, try_out
+from pagepool.integrations.transformers.trial import pack_linears, takes_drafts, try_out
 from pagepool.memory.allocator import BlockAllocator
 from pagepool.memory.budget import MemoryBudget
 from pagepool.memory.hybrid import KvGroup
@@ -211,6 +212,16 @@ class ModelRunner:
     def states(self) -> SsmStatePool | None:
         """The pool of recurrent states. None for a model without recurrent states."""
         return self._memory.states
+
+    @cached_property
+    def takes_drafts(self) -> bool:
+        """Whether `forward` computes drafts. The first use runs a model with recurrent states over random tokens.
+
+        True for a model without recurrent states. Otherwise each recurrent layer must call functions of transformers
+        that pagepool replaces, and the model must compute the same logits for drafts as for other tokens.
+        """
+        with self._lock:
+            return self.states is None or takes_drafts(self._paged_forward)
 
     def scheduler(self, config: SchedulerConfig | None = None, prefix_cache: PrefixCache | None = None) -> Scheduler:
         """Return a `Scheduler` over the runner's memory. Pass its batches to `run`.

@@ -87,12 +87,15 @@ class Step:
     borrowed : mapping
         Modules that attend to the keys and values of another layer -> this layer.
     slots : sequence of int
-        State slot of each sequence. Empty for a model without recurrent states.
+        State slot of each row: of its sequence, or of a draft. Empty for a model without recurrent states.
+    drafts : sequence of sequence of int
+        The rows of the first drafts of all sequences, then the rows of the second drafts, and so on. The recurrent
+        states of a row of drafts follow those of the row before it.
     arithmetic : str
         The arithmetic of attention, as in `decode`.
     """
 
-    __slots__ = ("arithmetic", "borrowed", "pending", "pools", "seen", "slots", "tables", "threads")
+    __slots__ = ("arithmetic", "borrowed", "drafts", "pending", "pools", "seen", "slots", "tables", "threads")
 
     def __init__(
         self,
@@ -102,12 +105,14 @@ class Step:
         borrowed: Mapping[Any, AttentionLayer],
         slots: Sequence[int] = (),
         arithmetic: Any = "exact",
+        drafts: Sequence[Sequence[int]] = (),
     ) -> None:
         self.pools = pools
         self.tables = tables
         self.seen = seen
         self.borrowed = borrowed
         self.slots = slots
+        self.drafts = drafts
         self.arithmetic = arithmetic
         self.pending: AttentionLayer | None = None
         self.threads = torch.get_num_threads()

@@ -19,7 +19,7 @@ from pagepool.integrations.transformers.linear import PackedLinears
 from pagepool.integrations.transformers.memory import ModelMemory, kv_layouts
 from pagepool.integrations.transformers.quantised import quantisation_of
 
-__all__ = ["pack_linears", "try_out"]
+__all__ = ["pack_linears", "takes_drafts", "try_out"]
 
 logger = logging.getLogger("pagepool")
 
@@ -168,9 +168,28 @@ def random_prompts(model: Any, seed: int) -> list[torch.Tensor]:
     return [torch.from_numpy(random.integers(0, vocabulary, (1, length))) for length in LENGTHS]
 
 
-def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Run all prompts together over pages. Return the logits of both chunks of each, (tokens, vocab_size)."""
-    memory = ModelMemory(forward.layout, 4 * max(1, len(forward.layout.groups)), "float32", max_sequences=len(prompts))
+def takes_drafts(forward: PagedForward) -> bool:
+    """Return whether a model with recurrent states computes the same logits for tokens that are drafts."""
+    if not forward.takes_drafts:
+        return False
+    model = forward.model
+    prompts = random_prompts(model, SEEDS[0])
+    with torch.inference_mode():
+        own = [torch.cat(parts) for parts in logits_over_pages(forward, prompts)]
+        found = logits_over_pages(forward, prompts, drafts=True)
+    is_rounded = model.dtype in HALVES or quantisation_of(model) is not None
+    return difference(found, own) <= (TOLERANCE_OF_HALVES if is_rounded else TOLERANCE)
+
+
+def logits_over_pages(
+    forward: PagedForward, prompts: list[torch.Tensor], drafts: bool = False
+) -> list[list[torch.Tensor]]:
+    """Run all prompts together over pages. Return the logits of both chunks of each, (tokens, vocab_size).
+
+    With `drafts` the tokens of the second chunks are drafts, but for the first one.
+    """
+    slots = sum(LENGTHS) if drafts else len(prompts)
+    memory = ModelMemory(forward.layout, 4 * max(1, len(forward.layout.groups)), "float32", max_sequences=slots)
     sequences = [memory.sequence() for _ in prompts]
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     for seen in (0, SEEN):
@@ -179,6 +198,8 @@ def logits_over_pages(forward: PagedForward, prompts: list[torch.Tensor]) -> lis
         counts = [len(row) for row in tokens]
         for sequence, count in zip(sequences, counts, strict=True):
             sequence.append(count)
+            if drafts and seen:
+                sequence.hold_drafts(count - 1)
         try:
             logits = forward(memory, tokens, sequences, counts, seen).float()
         except IndexError as error:
