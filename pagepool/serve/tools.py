@@ -76,75 +76,84 @@ def form_of(tokenizer: Any) -> Form:
     """Return how a model writes calls. Raises ValueError if this does not follow from its chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model's tokenizer has no chat template")
-    user = {"role": "user", "content": "hi"}
-    tools = [_probe_tool(number) for number in (1, 2, 3)]
-
-    def written(messages: list[dict[str, Any]], **options: Any) -> str:
-        text: str = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)
-        return text
-
-    def with_calls(count: int, content: str = "") -> str:
-        calls = [_probe_call(number) for number in range(1, count + 1)]
-        answers = [{"role": "tool", "tool_call_id": call["id"], "content": MARK * 2} for call in calls]
-        message = {"role": "assistant", "content": content, "tool_calls": calls}
-        return ID.sub("", written([user, message, *answers]))
-
+    special = _special_tokens(tokenizer)
     try:
-        prompt = written([user], add_generation_prompt=True)
-        plain = written([user, {"role": "assistant", "content": MARK}])
-        one, marked = with_calls(1), with_calls(1, MARK)
+        prompt = _written(tokenizer, add_generation_prompt=True)
+        plain = _written(tokenizer, {"role": "assistant", "content": MARK})
+        one, marked = _with_calls(tokenizer, 1), _with_calls(tokenizer, 1, MARK)
     except Exception as error:  # a template may raise any exception
         raise ValueError(f"the chat template refuses a call of a tool: {str(error)[:200]}") from None
     if "name_1" not in prompt:
         raise ValueError("the chat template does not write the tools")
     if "<|channel|>" in one:
         raise ValueError("calls in channels are not supported")
-    arguments = one.find(ARGUMENTS.format(1))
-    name = one.rfind("name_1", 0, arguments)
-    place, start = marked.find(MARK), len(prompt)
-    follows = ""
-    if 0 <= place < marked.find(ARGUMENTS.format(1)) and one.startswith(marked[:place]):
-        start, follows = place, marked[place + 1 :]
-    if arguments < 0 or name < start or not one.startswith((prompt, marked[:place])):
+    # `one` is the prompt, `begin`, the name, `middle`, the arguments, `end`, and the end of the message.
+    arguments, _, tail = one.partition(_arguments(1))
+    head, found, middle = arguments.rpartition("name_1")
+    start, gap = _begin_of_message(prompt, one, marked)
+    if not tail or not found or not 0 <= start <= len(head):
         raise ValueError("the chat template does not write a call as the name of its function and JSON after it")
-    begin, middle = one[start:name], one[name + len("name_1") : arguments]
-    ends = [plain[plain.find(MARK) + 1 :].strip(), *_special_tokens(tokenizer)]
-    tail = one[arguments + len(ARGUMENTS.format(1)) :]
-    places = [tail.find(end) for end in ends if end and end in tail]
-    # The end of an ordinary message, or else of what a special token ends.
-    if not places:
-        raise ValueError("the chat template does not write where a call ends")
-    end = tail[: tail.find(ends[0]) if ends[0] and ends[0] in tail else min(places)].rstrip()
-    between = None
-    try:
-        three = with_calls(3)
-    except Exception:
-        three = ""
-    first, last = one[: arguments + len(ARGUMENTS.format(1))], f"name_3{middle}{ARGUMENTS.format(3)}"
-    second = f"name_2{middle}{ARGUMENTS.format(2)}"
-    parts = re.fullmatch(f"{re.escape(first)}(.+?){re.escape(second)}(.+?){re.escape(last)}(.*)", three, re.DOTALL)
-    if parts and parts[1] == parts[2] and parts[3].startswith(end):
-        between = parts[1]
-    found = TAG.match(begin)
-    lead = begin[: len(begin) - len(begin.lstrip())]
-    gap = follows[: len(follows) - len(follows.lstrip())] or lead
+    begin, end = head[start:], _end_of_calls(tail, plain.partition(MARK)[2].strip(), special)
     if not begin.strip() or not middle or any("callid" in text or "name_" in text for text in (begin, middle, end)):
         raise ValueError("the chat template does not write the name of a function and its arguments apart")
-    return Form(begin, middle, between, end, found[1] if found else "", gap, tuple(_special_tokens(tokenizer).items()))
+    tag = TAG.match(begin)
+    gap = gap or begin[: len(begin) - len(begin.lstrip())]
+    between = _between_calls(tokenizer, head, middle, end)
+    return Form(begin, middle, between, end, tag[1] if tag else "", gap, tuple(special.items()))
 
 
-ARGUMENTS = '{{"argument": {}}}'
+def _begin_of_message(prompt: str, one: str, marked: str) -> tuple[int, str]:
+    """Return the place where the message with a call begins, or -1, and white space between its text and the call.
+
+    `marked` has MARK as the text of the message. Some templates leave this text out, and some open the thoughts in
+    the prompt of a new message.
+    """
+    place = marked.find(MARK)
+    if 0 <= place < marked.find(_arguments(1)) and one.startswith(marked[:place]):
+        behind = marked[place + 1 :]
+        return place, behind[: len(behind) - len(behind.lstrip())]
+    return (len(prompt) if one.startswith(prompt) else -1), ""
 
 
-def _probe_tool(number: int) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": {"argument": {"type": "integer", "description": "a number"}}}
-    function = {"name": f"name_{number}", "description": "a tool", "parameters": parameters}
-    return {"type": "function", "function": function}
+def _end_of_calls(tail: str, end: str, special: dict[str, int]) -> str:
+    """Return the begin of `tail`, up to the end of an ordinary message or else to the first special token."""
+    places = [tail.find(text) for text in ([end] if end and end in tail else special) if text in tail]
+    if not places or MARK in tail[: min(places)]:
+        raise ValueError("the chat template does not write where a call ends")
+    return tail[: min(places)].rstrip()
 
 
-def _probe_call(number: int) -> dict[str, Any]:
-    function = {"name": f"name_{number}", "arguments": {"argument": number}}
-    return {"id": f"callid00{number}", "type": "function", "function": function}
+def _between_calls(tokenizer: Any, head: str, middle: str, end: str) -> str | None:
+    """Return the text between two calls, or None if the template does not write several calls in the same way."""
+    try:
+        three = _with_calls(tokenizer, 3)
+    except Exception:  # the template refuses several calls
+        return None
+    first, second, third = (re.escape(f"name_{number}{middle}{_arguments(number)}") for number in (1, 2, 3))
+    found = re.fullmatch(f"{re.escape(head)}{first}(.+){second}(.+){third}(.*)", three, re.DOTALL)
+    return found[1] if found and found[1] == found[2] and found[3].startswith(end) else None
+
+
+def _written(tokenizer: Any, *messages: dict[str, Any], **options: Any) -> str:
+    """Return a chat with three tools and these messages behind one of the user, without ids of calls."""
+    schema = {"type": "object", "properties": {"argument": {"type": "integer", "description": "a number"}}}
+    functions = [{"name": f"name_{number}", "description": "a tool", "parameters": schema} for number in (1, 2, 3)]
+    tools = [{"type": "function", "function": function} for function in functions]
+    chat = [{"role": "user", "content": "hi"}, *messages]
+    return ID.sub("", tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, **options))
+
+
+def _with_calls(tokenizer: Any, count: int, content: str = "") -> str:
+    """Return a chat with a message of `count` calls, and their results."""
+    ids = {number: f"callid00{number}" for number in range(1, count + 1)}
+    functions = {number: {"name": f"name_{number}", "arguments": {"argument": number}} for number in ids}
+    calls = [{"id": ids[number], "type": "function", "function": functions[number]} for number in ids]
+    results = [{"role": "tool", "tool_call_id": one, "content": MARK * 2} for one in ids.values()]
+    return _written(tokenizer, {"role": "assistant", "content": content, "tool_calls": calls}, *results)
+
+
+def _arguments(number: int) -> str:
+    return f'{{"argument": {number}}}'
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
