@@ -75,10 +75,11 @@ def install(session, *groups, without_dependencies=(), options=()):
 
 def run_in(session, *arguments, share="0"):
     """Runs pytest with these arguments and a share of the cases (tests/share.py), or Python with those after --."""
+    env = {"PYTHONPATH": str(ROOT)}  # for programs that tests start
     if session.posargs:
-        session.run("python", *session.posargs, env={"PYTHONPATH": str(ROOT)})
+        session.run("python", *session.posargs, env=env)
     else:
-        env = {"PAGEPOOL_TEST_SHARE": share}
+        env["PAGEPOOL_TEST_SHARE"] = share
         session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, env=env)
 
 
