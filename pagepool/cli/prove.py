@@ -98,15 +98,16 @@ def _ask(prover: Prover, seconds: float, restarts: bool) -> Alarm | None:
     _say(f"{endpoint.model}, {endpoint.path}: {answers}, {cold}; {prover.num_words} words")
     end = time.monotonic() + seconds
     reported = time.monotonic()
+    done: set[str] = set()
     try:
-        while time.monotonic() < end or len(prover.tallies) < len(PATTERNS):
+        while time.monotonic() < end or len(done) < len(PATTERNS):
             for name in PATTERNS:
-                is_first = name not in prover.tallies
                 prover.run(name)
-                if is_first or time.monotonic() > reported + PROGRESS_SECONDS:
+                if name not in done or time.monotonic() > reported + PROGRESS_SECONDS:
                     reported = time.monotonic()
                     _say(f"{name}: {_line(prover)}, {max(0.0, end - reported):.0f} seconds left")
-                if time.monotonic() > end and len(prover.tallies) >= len(PATTERNS):
+                done.add(name)
+                if time.monotonic() > end and len(done) == len(PATTERNS):
                     break
             if restarts:
                 restarts = False

@@ -103,15 +103,21 @@ class Prover:
     def run(self, name: str) -> None:
         """Run one pattern. Raises `Alarm`. If the server goes away, wait for it, and ask the last prompts again."""
         began = time.monotonic()
+        self._pattern = name
         try:
-            self._pattern = name
-            PATTERNS[name](self)
-        except Gone as gone:
-            self.say(f"the server does not answer ({gone}): waiting up to {self.wait:.0f} seconds until it is back")
-            self._wait_until_back()
-            self._after_restart()
+            self._through_restarts(PATTERNS[name])
         finally:
             self.tallies.setdefault(name, Tally()).seconds += time.monotonic() - began
+
+    def _through_restarts(self, step: Callable[[Prover], None]) -> None:
+        """Run a step. Each time the server goes away, wait for it and ask the last prompts again."""
+        while True:
+            try:
+                return step(self)
+            except Gone as gone:
+                self.say(f"the server does not answer ({gone}): waiting up to {self.wait:.0f} seconds until it is back")
+                self._wait_until_back()
+                step = Prover._after_restart
 
     def ask_for_restart(self) -> None:
         """Wait until the user has restarted the server, and ask the last prompts again. Raises `Alarm`."""
@@ -123,10 +129,7 @@ class Prover:
                 return
             time.sleep(0.05)
         self._wait_until_back()
-        try:
-            self._after_restart()
-        except Gone as gone:
-            self.say(f"the server went away again: {gone}")
+        self._through_restarts(Prover._after_restart)
 
     def _wait_until_back(self) -> None:
         end = time.monotonic() + self.wait

@@ -111,11 +111,14 @@ class Server:
         self.keys, self.noise, self.fields = keys, noise, fields
         self.has_logprobs, self.tells = has_logprobs, tells
         self.random = random.Random(3)
-        self.is_gone = 0
+        self.is_gone = 0  # requests that are refused
+        self.to_come = 0  # requests until it goes away
         self.asked = []
 
     def __call__(self, request):
-        if self.is_gone:
+        self.to_come -= 1
+        if self.is_gone or self.to_come == 0:
+            self.is_gone = self.is_gone or 1
             self.is_gone -= 1
             raise httpx.ConnectError("refused", request=request)
         if request.url.path == "/v1/models":
@@ -221,6 +224,15 @@ def test_a_restarted_server_is_awaited_and_asked_again():
     server.is_gone = 3
     prover.run("concurrent")
     assert prover.restarts == 1 and prover.tallies["restart"].answers > 0
+
+
+def test_a_server_that_goes_away_again_while_it_is_asked_again_is_awaited():
+    server = Server(fields=("echo",))
+    prover = server.prover()
+    prover.run("repeat")
+    server.is_gone, server.to_come = 1, 12
+    prover.run("repeat")
+    assert prover.restarts == 2
 
 
 def test_old_keys_after_a_restart_are_found():
