@@ -303,7 +303,7 @@ class ToolCalls:
         return self._count > 0 and (self._state == "done" or (self._state == "after" and self._has_ended()))
 
     def add(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
-        """Add a piece; return the text that is final now, and what is new of calls, as OpenAI's deltas."""
+        """Add a piece; return the text that is final now, and the new parts of calls, as OpenAI's deltas."""
         self._held += piece
         texts: list[str] = []
         calls: list[dict[str, Any]] = []
