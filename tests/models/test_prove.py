@@ -114,6 +114,7 @@ class Server:
         self.is_gone = 0  # requests that are refused
         self.to_come = 0  # requests until it goes away
         self.asked = []
+        self.path = "/v1/completions"
 
     def __call__(self, request):
         self.to_come -= 1
@@ -123,13 +124,16 @@ class Server:
             raise httpx.ConnectError("refused", request=request)
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "fake"}]})
-        if request.url.path != "/v1/completions":
+        if request.url.path != self.path:
             return httpx.Response(404)
         body = json.loads(request.content)
+        if "messages" in body:
+            body["prompt"] = body["messages"][0]["content"]
         is_wrong = body.get("cache_salt") == 5 and "cache_salt" in self.fields
         if is_wrong or ("logprobs" in body and not self.has_logprobs):
             return httpx.Response(400, text="wrong")
-        prompt, is_cold = body["prompt"], "echo" in body and "echo" in self.fields
+        prompt, is_echo = body["prompt"], "echo" in body and "echo" in self.fields
+        is_cold = is_echo or ("cache_salt" in body and "cache_salt" in self.fields)
         self.asked.append(prompt)
         words = (prompt if is_cold or self.keys is None else self.keys(self, prompt)).split()
         text = " ".join(words[27:33]) if self.tells else "text"
@@ -138,11 +142,18 @@ class Server:
             seeds = [zip_of(word, i) for i, word in enumerate(words)]
             row = {t: -3 + sum((s * (k + 3) % 101 - 50) for s in seeds) / 4000 for k, t in enumerate(TOKENS)}
             tops = [{t: v + self.random.gauss(0, self.noise) for t, v in row.items()} for _ in range(2)]
-            echoed = [" a"] if is_cold else []
+            echoed = [" a"] if is_echo else []
             choice = {
-                "text": prompt + text if is_cold else text,
-                "logprobs": {"tokens": [*echoed, "t1", "t2"], "top_logprobs": [*([None] if is_cold else []), *tops]},
+                "text": prompt + text if is_echo else text,
+                "logprobs": {"tokens": [*echoed, "t1", "t2"], "top_logprobs": [*([None] if is_echo else []), *tops]},
             }
+        if "messages" in body:
+            places = zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
+            content = [
+                {"token": token, "top_logprobs": [{"token": t, "logprob": v} for t, v in top.items()]}
+                for token, top in places
+            ]
+            choice = {"message": {"content": text}, "logprobs": {"content": content}}
         return httpx.Response(200, json={"choices": [choice], "usage": {"completion_tokens": 2}})
 
     def prover(self):
@@ -207,6 +218,18 @@ def test_equal_answers_to_different_prompts_are_found_without_a_cold_answer():
 
     with pytest.raises(Alarm):
         run_rounds(Server(keys).prover())
+
+
+@pytest.mark.parametrize("keys", [None, earlier_segments])
+def test_a_server_that_has_chats_only(keys):
+    server = Server(keys, fields=("cache_salt",))
+    server.path = "/v1/chat/completions"
+    if keys is None:
+        run_rounds(prover := server.prover())
+        assert prover.endpoint.path == "chat/completions" and prover.endpoint.cold == "cache_salt"
+    else:
+        with pytest.raises(Alarm):
+            run_rounds(server.prover())
 
 
 def test_a_told_secret_names_its_owner_without_log_probabilities():
