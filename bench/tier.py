@@ -3,9 +3,10 @@
     python bench/tier.py [--rounds 15]
 
 Each page is the piece of one block in each layer of an engine. A round copies all pages of a prompt by memcpy into a
-file of /dev/shm and back, and then by `put`, `read` and a `match` that reads the store, whose files are in the page
-cache. Prints the CPU time of memcpy divided by that of each operation, from the medians. `wall` is the time of the
-match divided by that of memcpy out of the file, both by the clock: the match reads on two threads.
+file of /dev/shm and back, and then by `put`, by `read` and by a `match` that reads the store. The files of the store
+are in the page cache. The first columns are the CPU time of memcpy divided by the CPU time of an operation, from the
+medians. `wall` is the wall time of the match divided by the wall time of memcpy out of the file: the match reads on two
+threads.
 """
 
 import argparse
