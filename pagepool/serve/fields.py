@@ -28,8 +28,20 @@ from pagepool.engine.structured import MAX_GRAMMAR_LENGTH, Structured
 from pagepool.serve.errors import RequestError, quoted
 
 __all__ = [
-    *("CHAT", "COMPLETIONS", "COUNT_TOKENS", "DETOKENIZE", "MESSAGES", "RESPONSES", "TOKENIZE"),
-    *("FIELDS", "MAX_BODY_BYTES", "MAX_PARTS", "PATHS", "Kind", "check_count", "read_fields"),
+    "CHAT",
+    "COMPLETIONS",
+    "COUNT_TOKENS",
+    "DETOKENIZE",
+    "FIELDS",
+    "MAX_BODY_BYTES",
+    "MAX_PARTS",
+    "MESSAGES",
+    "PATHS",
+    "RESPONSES",
+    "TOKENIZE",
+    "Kind",
+    "check_count",
+    "read_fields",
 ]
 
 MAX_BODY_BYTES = 16 << 20
