@@ -166,6 +166,10 @@ class Pagepool(Server):
     def find_python(cls, options):
         return Path(sys.executable)
 
+    def version(self):
+        command = [self.python, "-c", "import pagepool; print(pagepool.__version__)"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
     def environment(self, options):
         return {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
