@@ -1,7 +1,7 @@
 """vLLM on the CPU with `PagepoolConnector`, without it and with ExampleConnector: first tokens, texts and overhead.
 
     python bench/vllm_connector.py --model DIR [--tokens 4000] [--rounds 3] [--example]
-    python bench/vllm_connector.py --model DIR --tokens 500:4000 --prompts 30 --rounds 1 --new-tokens 16
+    python bench/vllm_connector.py --model DIR --tokens 500:4000 --prompts 30 --rounds 1 --new-tokens 16 --bytes 2G
 
 Each round starts engines one after another: without a connector, with an empty tier, and again on this tier. With
 `--example`, two more have vLLM's ExampleConnector. All get the same new prompts, which are sent after one another. The
@@ -93,13 +93,14 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=1)
     parser.add_argument("--bytes", default="1G")
+    parser.add_argument("--dtype", default="auto", help="in float32 texts after a hit are equal")
     parser.add_argument("--store", help="a directory: the tier is removed before the restart, and its store is read")
     parser.add_argument("--example", action="store_true", help="also vLLM's ExampleConnector")
     options = parser.parse_args()
     name, folder = f"bench-{os.getpid()}", tempfile.TemporaryDirectory()
     least, most = (int(options.tokens.split(":")[place]) for place in (0, -1))
     base = {"model": options.model, "skip_tokenizer_init": True, "max_model_len": most + 64 + options.new_tokens}
-    base |= {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+    base |= {"dtype": options.dtype, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
     tier = {"name": name, "bytes": options.bytes}
     if options.store:
         tier |= {"store": options.store, "store_bytes": "4G"}
