@@ -235,6 +235,7 @@ def run(options: argparse.Namespace) -> None:
     try:
         from rich.console import Console
         from rich.live import Live
+        from rich.text import Text
     except ImportError:
         raise UsageError("pagepool top needs rich: pip install 'pagepool[top]'") from None
     if not 0.1 <= options.interval <= 3600:
@@ -254,6 +255,10 @@ def run(options: argparse.Namespace) -> None:
         with Live(console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(options.interval)
-                now = _scrape(f"{url}/metrics", headers)
+                try:
+                    now = _scrape(f"{url}/metrics", headers)
+                except UsageError as error:
+                    live.update(Text(f"pagepool top: {printable(str(error))}: trying again"), refresh=True)
+                    continue
                 live.update(rendered(before, now, url), refresh=True)
                 before = now

@@ -10,8 +10,9 @@ pytest.importorskip("rich", reason="rich is not installed: make test-models")
 
 from rich.console import Console
 
-from pagepool.cli import main
+from pagepool.cli import main, top
 from pagepool.cli.top import Metrics, rendered
+from pagepool.cli.usage import UsageError
 
 PAGEPOOL = """
 pagepool:num_requests_running 0.0
@@ -171,6 +172,22 @@ def test_control_characters_of_a_server_are_not_printed():
 def test_a_server_that_is_not_there_is_one_line(capsys):
     assert main(["top", "127.0.0.1:1", "--once"]) == 2
     assert capsys.readouterr().err.startswith("pagepool: http://127.0.0.1:1/metrics: ")
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_the_picture_goes_on_after_a_restart_of_the_server(is_back, monkeypatch, capsys):
+    found = iter([scrape(PAGEPOOL, 0.0), UsageError("no answer")] + [scrape(PAGEPOOL, 1.0)] * is_back)
+
+    def next_scrape(*_):
+        one = next(found, KeyboardInterrupt())
+        if isinstance(one, BaseException):
+            raise one
+        return one
+
+    monkeypatch.setattr(top, "_scrape", next_scrape)
+    assert main(["top", "--interval", "0.1"]) == 130
+    out = capsys.readouterr().out
+    assert ("0 running, 0 waiting" if is_back else "no answer: trying again") in out
 
 
 def test_the_command_needs_rich_and_says_so(monkeypatch, capsys):
