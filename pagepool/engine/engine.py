@@ -262,6 +262,7 @@ class Engine(Intake):
         self._step_began: float | None = None
         self._seconds = {"step_seconds": 0.0, "model_seconds": 0.0}
         self._openmp = OpenmpWorkers(openmp)  # must come after the trial of the model
+        self.grammars.giving_way = self._openmp.giving_way
         self._pid = os.getpid()
         self._wake: SimpleQueue[Engine | None] = SimpleQueue()  # `put` can be called in a finalizer
         resources = [self._openmp] if self.store is None else [self._openmp, self.store]

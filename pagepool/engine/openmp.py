@@ -16,8 +16,10 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic
 
 from pagepool.attention.cpu import _use_fork_join, cpu_info
@@ -34,6 +36,7 @@ WINDOW = 0.5
 LEAST_SHARE = 0.7
 LEAST_CALM = 4.0
 MOST_CALM = 64.0
+AFTER_WORK = 1.0  # seconds for which workers go on to sleep after a block of `giving_way`
 
 
 class OpenmpWorkers:
@@ -48,7 +51,7 @@ class OpenmpWorkers:
     mode : str
         "spin" ends the workers of the calling thread, so that the workers of the computing thread spin. "sleep" keeps a
         thread with more workers than CPUs, so that no worker spins. "auto" begins with "spin" and changes to "sleep"
-        for 4 to 64 seconds whenever `note_step` detects other load.
+        for 4 to 64 seconds whenever `note_step` detects other load, and around the blocks of `giving_way`.
 
     Raises
     ------
@@ -65,7 +68,9 @@ class OpenmpWorkers:
         self._until = 0.0  # time at which workers that sleep because of other load spin again
         self._calm = LEAST_CALM  # seconds of the next sleep
         self._seconds = self._cpu_seconds = 0.0  # wall time and CPU time of the steps in the current window
-        self._has_begun = False  # true after the first step
+        self._lock = Lock()  # guards the fields above, and the next two
+        self._num_blocks = 0  # blocks of `giving_way` that run
+        self._placed: bool | None = None  # `is_sleeping` when kernels were placed, None before the first step
         for library in self._libraries:
             library.omp_pause_resource_all(SOFT)
         if mode == "sleep":
@@ -86,36 +91,55 @@ class OpenmpWorkers:
         cpu_seconds : float
             CPU time of the computing thread in the step.
         """
-        if not self._has_begun:
-            self._has_begun = True
-            self._place_kernels()
-        if not self._adapts:
-            return
-        if self.is_sleeping:
-            if monotonic() >= self._until:
-                self._wake()
+        with self._lock:
+            if self._adapts:
+                self._choose(seconds, cpu_seconds)
+            if self._placed is not self.is_sleeping:
                 self._place_kernels()
+
+    def _choose(self, seconds: float, cpu_seconds: float) -> None:
+        if self.is_sleeping:
+            if monotonic() >= self._until and not self._num_blocks:
+                self._wake()
             return
         self._seconds += seconds
         self._cpu_seconds += cpu_seconds
         if self._seconds >= WINDOW:
             if self._cpu_seconds < LEAST_SHARE * self._seconds:
                 self._sleep()
-                self._place_kernels()
                 self._until = monotonic() + self._calm
                 self._calm = min(2 * self._calm, MOST_CALM)
             else:
                 self._calm = LEAST_CALM
-            self._seconds = self._cpu_seconds = 0.0
+                self._seconds = self._cpu_seconds = 0.0
+
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Let workers sleep during this block, in the mode "auto". Any thread may use it.
+
+        For work beside the steps that takes milliseconds of CPU time. Workers that spin would hold two threads of the
+        model on one CPU, and a step would take 10 times as long.
+        """
+        with self._lock:
+            self._num_blocks += 1
+            if self._adapts and not self.is_sleeping:
+                self._sleep()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_blocks -= 1
+                self._until = max(self._until, monotonic() + AFTER_WORK)
 
     def close(self) -> None:
         """End the thread that makes workers sleep, and its workers. May be called twice."""
-        self._adapts = False
-        self._wake()
+        with self._lock:
+            self._adapts = False
+            self._wake()
 
     def _place_kernels(self) -> None:
         """Run the kernels of the calling thread on the workers of libgomp if these spin, otherwise on pagepool's."""
-        address = size = 0
+        self._placed, address, size = self.is_sleeping, 0, 0
         if not self.is_sleeping and len(self._libraries) == 1 and not is_passive():
             (library,) = self._libraries
             if library.omp_get_max_threads() >= cpu_info()["num_threads"]:
@@ -124,6 +148,7 @@ class OpenmpWorkers:
         _use_fork_join(address, size)
 
     def _sleep(self) -> None:
+        self._seconds = self._cpu_seconds = 0.0
         if self._libraries:
             begun, ended = Event(), Event()
             thread = Thread(target=self._hold, args=(begun, ended), name="pagepool-openmp", daemon=True)

@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import marshal
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from time import thread_time
 from typing import Any, cast
@@ -137,7 +136,14 @@ class Grammars:
         Number of tokens in the model's vocabulary.
     stop_token_ids : iterable of int
         Tokens that end every text of the model.
+
+    Attributes
+    ----------
+    giving_way : callable
+        Returns a context manager for work that takes CPU time from the model.
     """
+
+    giving_way: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size, self._stop_token_ids = tokenizer, vocab_size, sorted(stop_token_ids)
@@ -168,7 +174,7 @@ class Grammars:
 
     def _new(self, structured: Structured) -> Grammar:
         self.open()
-        with self._compiling:
+        with self._compiling, self.giving_way():
             found = self.kept(structured)  # another thread may have compiled it meanwhile
             if found is not None:
                 return found
@@ -409,16 +415,31 @@ def _new_checker() -> subprocess.Popen[bytes]:
 def _ask(checker: subprocess.Popen[bytes], asked: dict[str, Any]) -> tuple[int, bytes]:
     """Return the answer of a checker: a status and a text.
 
-    Raises OSError or EOFError if its process has ended, TimeoutError after CHECK_SECONDS.
+    Raises OSError or EOFError if its process has ended. Raises TimeoutError after CHECK_SECONDS, and kills it.
     """
     assert checker.stdin is not None and checker.stdout is not None
-    marshal.dump(asked, checker.stdin)
-    checker.stdin.flush()
-    answers = select.poll()
-    answers.register(checker.stdout)
-    if not answers.poll(CHECK_SECONDS * 1000):
+    is_late = threading.Event()
+
+    def give_up() -> None:
+        is_late.set()
+        os.killpg(checker.pid, signal.SIGKILL)  # a process without `wait` keeps its number
+
+    limit = threading.Timer(CHECK_SECONDS, give_up)
+    limit.daemon = True
+    limit.start()
+    try:
+        marshal.dump(asked, checker.stdin)
+        checker.stdin.flush()
+        answer = cast(tuple[int, bytes], marshal.load(checker.stdout))
+    except (OSError, EOFError):
+        if not is_late.is_set():
+            raise
+    finally:
+        limit.cancel()
+        limit.join()
+    if is_late.is_set():
         raise TimeoutError
-    return cast(tuple[int, bytes], marshal.load(checker.stdout))
+    return answer
 
 
 def _end(checker: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -357,6 +358,31 @@ def test_a_check_beyond_its_limits_refuses_one_grammar(grammars, monkeypatch):
     assert text_of(grammars, other)[0] == "other"
 
 
+@pytest.mark.parametrize("size", [10, 100_000])  # of the grammar: the larger one does not fit a pipe
+def test_a_checker_that_is_stopped_refuses_one_grammar_in_bounded_time(size, grammars, monkeypatch):
+    grammars.compiled(Structured(choice=[f"known {size}"]))
+    (checker,) = grammars._checkers
+    checker.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.3)
+    with refuses(RequestRejected, "choice", "0.3 s"):
+        grammars.compiled(Structured(choice=["a" * size]))
+    assert checker.returncode == -signal.SIGKILL and not grammars._checkers
+    monkeypatch.undo()
+    grammars.compiled(Structured(choice=[f"other {size}"]))
+
+
+def test_workers_of_openmp_sleep_while_a_grammar_is_compiled(monkeypatch):
+    seen = []
+    with engine_of() as engine:
+        workers, asked = engine._openmp, module._ask
+        monkeypatch.setattr(module, "_ask", lambda *given: (seen.append(workers._num_blocks), asked(*given))[1])
+        for text in ("a", "a", "b"):  # the second one is kept
+            engine.submit("x", SamplingParams(2, structured=Structured(choice=[text]))).result(SECONDS)
+        with refuses(RequestRejected, "regex"):
+            engine.submit("x", SamplingParams(2, structured=Structured(regex="(")))
+        assert seen == [1, 1, 1] and not workers._num_blocks
+
+
 def test_one_process_checks_all_grammars_and_is_replaced_after_a_kill(monkeypatch):
     grammars = Grammars(Letters(), VOCABULARY, [0])
     with closing(grammars):
@@ -411,7 +437,8 @@ def test_no_thread_no_process_and_no_grammar_outlives_its_use():
         for number in range(module.MAX_GRAMMARS + 3):
             engine.submit("x", SamplingParams(2, structured=Structured(choice=[f"{number}"]))).result(SECONDS)
         assert len(engine.grammars._kept) == module.MAX_GRAMMARS
-        assert len(set(threading.enumerate()) - before) == 2  # of the engine and of the masks
+        started = {thread.name.rpartition("_")[0] or thread.name for thread in set(threading.enumerate()) - before}
+        assert started - {"pagepool-openmp"} == {"pagepool-engine", "pagepool-masks"}
         (checker,) = engine.grammars._checkers
     assert not set(threading.enumerate()) - before and checker.returncode is not None
 

@@ -77,6 +77,39 @@ workers.close()
 """)
 
 
+def test_auto_sleeps_during_other_work_of_the_engine_and_shortly_after_it():
+    run("""
+for mode in ("spin", "sleep"):
+    workers = OpenmpWorkers(mode)
+    with workers.giving_way():
+        assert workers.is_sleeping is (mode == "sleep")
+    workers.close()
+workers = OpenmpWorkers("auto")
+settled(before)
+now = 0.0
+openmp.monotonic = lambda: now
+with workers.giving_way():
+    settled(before + len(os.sched_getaffinity(0)) + 1)
+    with workers.giving_way():
+        pass
+    now += 64.0
+    workers.note_step(1.0, 0.1)
+    assert workers.is_sleeping
+workers.note_step(1.0, 1.0)
+assert workers.is_sleeping
+now += openmp.AFTER_WORK
+workers.note_step(1.0, 1.0)
+assert not workers.is_sleeping
+settled(before)
+with workers.giving_way():
+    workers.close()
+    assert not workers.is_sleeping
+with workers.giving_way():
+    assert not workers.is_sleeping
+settled(before)
+""")
+
+
 def test_auto_sleeps_twice_as_long_while_the_load_lasts():
     run("""
 workers = OpenmpWorkers("auto")
