@@ -137,7 +137,7 @@ def test_vllm(session):
     """The plug-ins in vLLM's own managers, and engines of vLLM on the CPU that are killed and restarted."""
     install(session, "run", "test", without_dependencies=[WITH_TORCH], options=(*WITH_TORCH[:-1], VLLM))
     session.run("python", "-m", "pip", "-q", "uninstall", "-y", *BUILT_FOR_TORCH, silent=True)
-    names = ("vllm", "vllm_tier", "vllm_steps", "vllm_connector", "kv_events")
+    names = ("vllm", "vllm_tier", "vllm_steps", "vllm_connector", "vllm_hybrid", "kv_events")
     run_in(session, *tests_of(*(f"integrations/test_{name}.py" for name in names)))
 
 

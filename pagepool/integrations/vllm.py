@@ -31,12 +31,13 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from pagepool.integrations.vllm_connector import PagepoolConnector
+from pagepool.integrations.vllm_hybrid import PagepoolHybridConnector
 from pagepool.integrations.vllm_model import digest_of_model, refuse_other_versions
 from pagepool.prefix.eviction import EvictionPolicy
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.page_store import PageStore
 
-__all__ = ["GittinsCachePolicy", "PageStoreTier", "PagepoolConnector"]
+__all__ = ["GittinsCachePolicy", "PageStoreTier", "PagepoolConnector", "PagepoolHybridConnector"]
 
 logger = logging.getLogger("pagepool")
 

@@ -42,20 +42,25 @@ Rows = list[NDArray[np.uint8]]  # the blocks of each layer as bytes, (num_blocks
 
 
 @dataclass
-class _Copy:
-    """Pages of a prompt and the blocks of vLLM that they are copied to or from: the last `len(block_ids)` pages."""
+class BlockCopy:
+    """Pages of a prompt and the blocks of vLLM that they are copied to or from: the last pages of the prompt.
 
+    A hybrid model has `state_ids` too: the blocks with the states after its last token, one for each group of states.
+    """
+
+    request_id: str
     tokens: NDArray[np.int32]
     cache_salt: str | None
     block_ids: list[int]
+    state_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
 class _Copies(KVConnectorMetadata):
     """The copies of a step: the worker loads before the model runs, and saves after it."""
 
-    loads: list[_Copy] = field(default_factory=list)
-    saves: list[_Copy] = field(default_factory=list)
+    loads: list[BlockCopy] = field(default_factory=list)
+    saves: list[BlockCopy] = field(default_factory=list)
 
 
 class _Pages(Sequence[Rows]):
@@ -104,7 +109,7 @@ class PagepoolConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _refuse(vllm_config, kv_cache_config)
+        _refuse(vllm_config, kv_cache_config, self._unsupported_groups(kv_cache_config))
         self._kv_transfer_config.kv_load_failure_policy = "recompute"  # vLLM's default is to fail the request
         options = self._kv_transfer_config.kv_connector_extra_config
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -114,7 +119,7 @@ class PagepoolConnector(KVConnectorBase_V1):
         self._requests: dict[str, Any] = {}  # requests that use the tier
         self._matches: dict[str, tuple[Future[TierMatch], int]] = {}  # of waiting requests, with vLLM's own blocks
         self._num_saved: dict[str, int] = {}  # blocks of a request that were loaded or handed to `put`
-        self._loads: list[_Copy] = []
+        self._loads: list[BlockCopy] = []
         self._held: list[TierMatch] = []  # matches that the next step reads
         self._read: list[TierMatch] = []  # matches that the last step has read
         # Used by the worker:
@@ -162,8 +167,7 @@ class PagepoolConnector(KVConnectorBase_V1):
             found.close()
             return
         end = first + num_external_tokens // self._size
-        [block_ids] = blocks.get_block_ids()
-        self._loads.append(_Copy(self._tokens(request, end), request.cache_salt, block_ids[first:end]))
+        self._loads.append(self._copy(request, blocks.get_block_ids(), first, end))
         self._held.append(found)
         self._num_saved[request.request_id] = end
 
@@ -179,13 +183,13 @@ class PagepoolConnector(KVConnectorBase_V1):
             if request is None:
                 continue
             # The last sampled token has no keys and values yet, whatever the number of tokens is.
-            end = min(request.num_computed_tokens + count, request.num_tokens) // self._size
+            end = self._end_of_save(min(request.num_computed_tokens + count, request.num_tokens))
             before = self._num_saved.get(request_id, 0)
             if end > before:
-                [block_ids] = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
-                copies.saves.append(_Copy(self._tokens(request, end), request.cache_salt, block_ids[:end]))
+                block_ids = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                copies.saves.append(self._copy(request, block_ids, 0, end))
                 self._num_saved[request_id] = end
-                num_new += end - before
+                num_new += end - before + len(copies.saves[-1].state_ids)
         if num_new:
             self._tier.make_room(num_new)
         return copies
@@ -211,11 +215,20 @@ class PagepoolConnector(KVConnectorBase_V1):
     def _tokens(self, request: Any, num_blocks: int) -> NDArray[np.int32]:
         return np.array(request.all_token_ids[: num_blocks * self._size], np.int32)
 
+    def _end_of_save(self, num_tokens: int) -> int:
+        """Return how many blocks of a request can be saved, with this many tokens after a step."""
+        return num_tokens // self._size
+
+    def _copy(self, request: Any, block_ids: Sequence[list[int]], first: int, end: int) -> BlockCopy:
+        """Return the copy of blocks `first` to `end` of a request; `block_ids` has the blocks of each group."""
+        [ids] = block_ids
+        return BlockCopy(request.request_id, self._tokens(request, end), request.cache_salt, ids[first:end])
+
     # The worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Note the memory of vLLM's blocks."""
-        [group] = self._kv_cache_config.kv_cache_groups
+        group = _attention_group(self._kv_cache_config)
         size, num_blocks = group.kv_cache_spec.page_size_bytes, self._kv_cache_config.num_blocks
         rows = []
         for name in group.layer_names:
@@ -233,10 +246,10 @@ class PagepoolConnector(KVConnectorBase_V1):
         for load in self._copies().loads:
             with self._tier.match(load.tokens, cache_salt=load.cache_salt) as found:
                 if found.num_tokens < len(load.tokens):
-                    self._failed.update(load.block_ids)
+                    self._fail(load)
                 else:
-                    start = len(found.blocks) - len(load.block_ids)
-                    self._tier.read(found, _Pages(self._rows, load.block_ids), start)
+                    pages = self._pages(load)
+                    self._tier.read(found, pages, len(found.blocks) - len(pages))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: `start_load_kv` has loaded all layers."""
@@ -249,12 +262,20 @@ class PagepoolConnector(KVConnectorBase_V1):
         if self._failed:  # the step computed with blocks that were not loaded
             return
         for save in self._copies().saves:
-            self._tier.put(save.tokens, _Pages(self._rows, save.block_ids), cache_salt=save.cache_salt)
+            self._tier.put(save.tokens, self._pages(save), cache_salt=save.cache_salt)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded in this step. vLLM computes them again."""
         failed, self._failed = self._failed, set()
         return failed
+
+    def _fail(self, load: BlockCopy) -> None:
+        """Note a load that found too few pages in the tier."""
+        self._failed.update(load.block_ids)
+
+    def _pages(self, copy: BlockCopy) -> Sequence[Rows]:
+        """Return the memory of vLLM that belongs to a copy."""
+        return _Pages(self._rows, copy.block_ids)
 
     def _copies(self) -> _Copies:
         copies = self._get_connector_metadata()
@@ -262,6 +283,14 @@ class PagepoolConnector(KVConnectorBase_V1):
         return copies
 
     # Both.
+
+    @staticmethod
+    def _unsupported_groups(kv_cache_config: Any) -> str | None:
+        """Return what the groups of KV caches have that the connector does not support, or None."""
+        kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
+        if kinds == [FullAttentionSpec.__name__]:
+            return None
+        return f"KV cache groups of {', '.join(kinds)}, only one group of full attention"
 
     def shutdown(self) -> None:
         """Let the store write the pages that it does not have, for at most 10 s, and leave the tier."""
@@ -304,8 +333,9 @@ def _fingerprint_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Fin
     """Return a fingerprint of everything that determines the bytes of a page, except its tokens."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # loads all layers, and other plug-ins need none
 
-    [group] = kv_cache_config.kv_cache_groups
+    group = _attention_group(kv_cache_config)
     spec, model = group.kv_cache_spec, vllm_config.model_config
+    states = [other for other in kv_cache_config.kv_cache_groups if other is not group]
     described = {
         "engine": f"vllm {vllm.__version__}, torch {torch.__version__}",
         "weights": weights,
@@ -316,21 +346,28 @@ def _fingerprint_of(vllm_config: Any, kv_cache_config: Any, weights: str) -> Fin
         # Kernels for AMX order the keys of a block in another way than those for vectors.
         "order": [kv_cache_config.kv_cache_layout, _get_attn_isa(model.dtype, spec.block_size, spec.head_size)],
     }
+    if states:
+        described["states"] = [[*other.layer_names, str(other.kv_cache_spec)] for other in states]
     page_bytes = len(group.layer_names) * spec.page_size_bytes
     return Fingerprint(json.dumps(described, sort_keys=True), page_bytes, spec.block_size)
 
 
-def _refuse(config: Any, kv_cache_config: Any) -> None:
-    """Raise `ValueError` that names the first part of a configuration that the connector does not support."""
-    kinds = [type(group.kv_cache_spec).__name__ for group in kv_cache_config.kv_cache_groups]
-    is_attention = kinds == [FullAttentionSpec.__name__]
+def _attention_group(kv_cache_config: Any) -> Any:
+    """Return the only group of full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    [group] = [group for group in groups if type(group.kv_cache_spec) is FullAttentionSpec]
+    return group
+
+
+def _refuse(config: Any, kv_cache_config: Any, groups: str | None) -> None:
+    """Raise `ValueError` that names the first part that the connector does not support; `groups`: such groups."""
     num_workers, load_format = config.parallel_config.world_size, config.load_config.load_format
     dtype, layout = config.cache_config.cache_dtype, kv_cache_config.kv_cache_layout
     role = config.kv_transfer_config.kv_role
     supported = {
         "a device other than the CPU": current_platform.is_cpu(),
         f"{num_workers} workers (tensor or pipeline parallelism)": num_workers == 1,
-        f"KV cache groups of {', '.join(kinds)}, only one group of full attention": is_attention,
+        str(groups): groups is None,
         f"the KV cache layout {layout}": layout == LAYOUT,
         f"a KV cache of dtype {dtype}": dtype == "auto",
         "speculative decoding": config.speculative_config is None,
