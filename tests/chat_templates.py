@@ -1,5 +1,7 @@
 """Chat templates that write calls of tools in the forms of model families, and a tokenizer of bytes that has them."""
 
+import re
+
 import numpy as np
 from fake_runner import VOCABULARY, Bytes
 from tokenizers import AddedToken, Tokenizer, models
@@ -51,14 +53,35 @@ MISTRAL = """<s>{% for message in messages %}
 {%- if not loop.last %}, {% endif %}{% endfor %}]</s>
 {%- elif message['role'] == 'tool' %}[TOOL_RESULTS] {{ message['content'] }}[/TOOL_RESULTS]
 {%- else %} {{ message['content'] }}</s>{% endif %}{% endfor %}"""
+# As in the template of gpt-oss: thoughts before a call are dropped once a later answer has no call.
+GPT_OSS = """<|start|>system<|message|>You help.<|end|>{% if tools %}<|start|>developer<|message|># Tools
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|end|>{% endif %}
+{%- for message in messages %}{% set later = namespace(found=false) %}
+{%- for one in messages[loop.index:] %}{% if one.role == 'assistant' and not one.tool_calls %}
+{%- set later.found = true %}{% endif %}{% endfor %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.content and message.thinking %}{{ raise_exception('content and thinking') }}{% endif %}
+{%- if (message.content or message.thinking) and not later.found %}<|start|>assistant<|channel|>analysis<|message|>
+{{- message.content or message.thinking }}<|end|>{% endif %}
+{%- set call = message.tool_calls[0].function %}<|start|>assistant to=functions.{{ call.name }}
+{{- '<|channel|>commentary json<|message|>' }}{{ call.arguments | tojson }}<|call|>
+{%- elif message.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ message.content }}
+{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}
+{%- elif message.role == 'tool' %}<|start|>functions.tool to=assistant<|channel|>commentary<|message|>
+{{- message.content | tojson }}<|end|>
+{%- else %}<|start|>{{ message.role }}<|message|>{{ message.content }}<|end|>{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
 CHATML = "{% for message in messages %}" + TURN + "{% endfor %}{{ '<|im_start|>assistant\\n' }}"
 SPECIAL = {
     "qwen": ["<|im_end|>", "<|im_start|>"],
     "llama3": ["<|eot|>", "<|head|>", "<|/head|>"],
     "mistral": ["</s>", "<s>", "[TOOL_CALLS]", "[INST]", "[/INST]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+    "gpt_oss": ["<|return|>", "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>"],
 }
-TEMPLATES = {"qwen": QWEN, "llama3": LLAMA3, "mistral": MISTRAL}
+TEMPLATES = {"qwen": QWEN, "llama3": LLAMA3, "mistral": MISTRAL, "gpt_oss": GPT_OSS}
 HEADERS = {"qwen": "<|im_start|>assistant\n", "llama3": "<|head|>assistant<|/head|>\n\n", "mistral": "[/INST]"}
+GPT_OSS_TURN = re.compile(rb"\x02(?:user|functions)[^\x02]*\x02assistant")  # an answer has further `<|start|>`
 
 
 class Templated(Bytes):
@@ -93,10 +116,11 @@ class Templated(Bytes):
     def answering(self, *answers):
         """Return a `next_token` of `FakeRunner`: the model wants to say these answers, one in each of its turns."""
 
-        header, opened = (bytes(self(text)["input_ids"]) for text in (HEADERS[self.family], "<think>\n"))
+        header, opened = (bytes(self(text)["input_ids"]) for text in (HEADERS.get(self.family, ""), "<think>\n"))
+        turn = re.compile(re.escape(header)) if header else GPT_OSS_TURN
 
         def next_token(tokens):
-            *earlier, said = bytes(tokens).split(header)
+            *earlier, said = turn.split(bytes(tokens))
             answer = bytes(self(answers[min(len(earlier), len(answers)) - 1])["input_ids"])
             if said.startswith(opened):
                 said, answer = said.removeprefix(opened), answer.removeprefix(opened)

@@ -34,6 +34,7 @@ OPTIONS = {
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 ALTERNATIVES = {"$ref", "anyOf", "oneOf"}
 ANNOTATIONS = {"$schema", "$id", "$defs", "definitions", "title", "description", "default", "examples"}
+FINAL = "<|channel|>final<|message|>"  # before an answer in channels, as in gpt-oss
 REFUSED, FAILED = 3, 4  # exit statuses
 
 
@@ -134,10 +135,18 @@ def source_of(matcher: Any, kind: str, value: Any) -> str:
 
 
 def behind(source: str, after: str, special: dict[int, str]) -> str:
-    """Return the grammar of any text that ends with `after`, and then a text of `source`."""
+    """Return the grammar of any text that ends with `after`, and then a text of `source`.
+
+    Before FINAL there are only thoughts, in messages of their own.
+    """
     body = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
     tokens = [token for token, text in special.items() if text == after]
     begin = f"begin: /(?s:.*)/ <[{tokens[0]}]>" if tokens else f"begin[suffix={json.dumps(after)}]: /(?s:.*)/"
+    if after == FINAL:
+        ids = {text: f"<[{token}]>" for token, text in special.items()}
+        channel, message, end, start = (ids[f"<|{name}|>"] for name in ("channel", "message", "end", "start"))
+        thought = f'{channel} "analysis" {message} /(?s:.*)/ {end} {start} "assistant"'
+        begin = f'begin: ({thought})* {channel} "final" {message}'
     head = f"start: begin gap @body\n{begin}\ngap: /[ \\n]{{0,4}}/\n"
     return json.dumps({"grammars": [{"lark_grammar": head}, {**body, "name": "body"}]})
 

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from pagepool._version import __version__
 from pagepool.engine.generation import Generation
+from pagepool.engine.grammar_check import FINAL
 from pagepool.engine.intake import check_length
 from pagepool.engine.protocol import TextEngine
 from pagepool.engine.sampling import SamplingParams
@@ -30,10 +31,11 @@ from pagepool.engine.token_texts import TokenTexts
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.serve.access import Access, Keys, salt_of
+from pagepool.serve.channels import Channels, has_channels, with_thinking
 from pagepool.serve.errors import RequestError, quoted
 from pagepool.serve.fields import PATHS
 from pagepool.serve.http import Bodies, Observer, log_name, on_disconnect, on_http_error, on_refusal, read_id
-from pagepool.serve.message_parts import MessageParts
+from pagepool.serve.message_parts import MessageParts, Tags
 from pagepool.serve.messages import MessagesAnswer, read_count, read_messages
 from pagepool.serve.metrics import Metrics
 from pagepool.serve.places import Places, Waiting
@@ -192,7 +194,8 @@ class Server:
         self._priorities, self._shown = priorities, shown
         self.metrics = Metrics(engine)
         self._texts = TokenTexts(engine.tokenizer)
-        self._thinks = thinks(engine.tokenizer)
+        self._has_channels = has_channels(engine.tokenizer)
+        self._thinks = thinks(engine.tokenizer) and not self._has_channels
         try:
             self._form: Form | str = form_of(engine.tokenizer)
         except ValueError as error:
@@ -302,7 +305,7 @@ class Server:
             self._engine.encoder.encode, add_special_tokens=request.add_special_tokens
         )
         if request.is_chat:
-            encode = partial(self.encode_chat, template_options=request.template_options, tools=request.tools)
+            encode = self._chat_encoder(request)
 
         async def work() -> Response:
             try:
@@ -430,6 +433,11 @@ class Server:
         tokens: list[int] = await loop.run_in_executor(self._encoding, encode, prompt, most)
         return tokens
 
+    def _chat_encoder(self, request: Request | TokenizeRequest) -> Callable[..., list[int]]:
+        """Return the function that writes messages with the chat template."""
+        encode = partial(self.encode_chat, template_options=request.template_options, tools=request.tools)
+        return (lambda messages, most: encode(with_thinking(messages), most)) if self._has_channels else encode
+
     async def _prompt_texts(self, request: Request) -> list[str]:
         """Return the texts of the prompts. Token ids are decoded in one of the tokenizer threads."""
         loop, tokenizer = asyncio.get_running_loop(), self._engine.tokenizer
@@ -449,7 +457,7 @@ class Server:
         loop = asyncio.get_running_loop()
         encode: Callable[..., list[int]] = self._engine.encoder.encode
         if request.is_chat:
-            encode = partial(self.encode_chat, template_options=request.template_options, tools=request.tools)
+            encode = self._chat_encoder(request)
         waiting = self._places.take(len(request.prompts) * request.n)
         try:
             prompts = []
@@ -489,30 +497,34 @@ class Server:
 
     def _prepare(self, request: Request, prompt: list[int]) -> None:
         """Set the grammar of a chat and how its text is split. Raises `RequestError`."""
-        structured = request.params.structured
-        is_open = self._thinks and begins_open(self._engine.tokenizer, prompt)
-        has_thoughts, form = self._thinks and (structured is None or is_open), self._form
+        params, form, has_calls = request.params, self._form, request.tool_choice != "none"
+        if has_calls and not isinstance(form, Form):
+            raise RequestError(400, f"tools is not supported: {form}", "unsupported_parameter", "tools")
+        structured, is_open = params.structured, self._thinks and begins_open(self._engine.tokenizer, prompt)
+        has_thoughts = self._thinks and (structured is None or is_open)
+        # In channels, "none" needs a grammar too: the call that a model writes instead of a text would be lost.
+        needs_grammar = has_calls or (self._has_channels and structured is None and bool(request.tools))
+        after = FINAL if self._has_channels and structured is not None else CLOSE if is_open else ""
         new_calls: Callable[[], ToolCalls] | None = None
-        if request.tool_choice != "none":
+        skips = params.skip_special_tokens and not self._has_channels
+        if isinstance(form, Form) and needs_grammar:
+            new_calls = partial(ToolCalls, form) if has_calls else None
+            skips = skips and not form.has_special
             may_think = self._thinks and not is_open
-            if not isinstance(form, Form):
-                raise RequestError(400, f"tools is not supported: {form}", "unsupported_parameter", "tools")
-            new_calls = partial(ToolCalls, form)
-            skips = request.params.skip_special_tokens and not form.has_special
-            request.params = request.params.changed(skip_special_tokens=skips)
             try:
                 structured = Structured(
                     grammar=grammar_of(form, request.tools, request.tool_choice, request.parallel_tool_calls, may_think)
                 )
             except (TypeError, ValueError) as error:
                 raise RequestError(400, f"tools: {error}", param="tools") from None
-        if structured is not None:
-            structured = replace(structured, after=CLOSE) if is_open else structured
-            request.params = request.params.changed(structured=structured)
+        structured = None if structured is None else replace(structured, after=after)
+        request.params = params.changed(structured=structured, skip_special_tokens=skips)
 
         def new_parts() -> MessageParts:
-            reasoning = Reasoning(is_open) if has_thoughts else None
-            return MessageParts(reasoning, None if new_calls is None else new_calls(), request.include_reasoning)
+            if self._has_channels:
+                return MessageParts(Channels(has_calls), request.include_reasoning)
+            calls = None if new_calls is None else new_calls()
+            return MessageParts(Tags(Reasoning(is_open) if has_thoughts else None, calls), request.include_reasoning)
 
         request.new_parts = new_parts
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from pagepool.engine.grammar_check import OPTIONS, check_schema
 
-__all__ = ["Form", "ToolCalls", "form_of", "grammar_of", "schema_error"]
+__all__ = ["EndOfObject", "Form", "ToolCalls", "form_of", "grammar_of", "schema_error", "special_tokens"]
 
 # As `json.dumps`, which templates use: other white space would give other tokens in the next prompt.
 JSON_OPTIONS = {**OPTIONS, "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -27,6 +27,7 @@ NOTES = {"description", "title", "$comment"}
 TAG = re.compile(r"\s*(<[^\s<>]+>|\[[A-Z_]+\])")
 ID = re.compile(r'(?:, "id": "|\[CALL_ID\])callid00\d"?')  # not written by the model
 MARK = "\ufdd0"
+NEXT = "<|end|><|start|>assistant"  # between two messages of an answer in channels
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Form:
         return self.begin[self.begin.find(self.trigger) + len(self.trigger) :]
 
     @property
+    def is_in_channels(self) -> bool:
+        """True if a call is a message in a channel, as in gpt-oss."""
+        return self.middle.startswith("<|channel|>") and "<|channel|>" in dict(self.special)
+
+    @property
     def has_special(self) -> bool:
         """True if calls have special tokens, which a tokenizer usually leaves out of a text."""
         texts = self.begin + self.middle + (self.between or "") + self.end
@@ -76,7 +82,7 @@ def form_of(tokenizer: Any) -> Form:
     """Return how a model writes calls. Raises ValueError if this does not follow from its chat template."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model's tokenizer has no chat template")
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     try:
         prompt = _written(tokenizer, add_generation_prompt=True)
         plain = _written(tokenizer, {"role": "assistant", "content": MARK})
@@ -85,8 +91,6 @@ def form_of(tokenizer: Any) -> Form:
         raise ValueError(f"the chat template refuses a call of a tool: {str(error)[:200]}") from None
     if "name_1" not in prompt:
         raise ValueError("the chat template does not write the tools")
-    if "<|channel|>" in one:
-        raise ValueError("calls in channels are not supported")
     # `one` is the prompt, `begin`, the name, `middle`, the arguments, `end`, and the end of the message.
     arguments, _, tail = one.partition(_arguments(1))
     head, found, middle = arguments.rpartition("name_1")
@@ -156,7 +160,8 @@ def _arguments(number: int) -> str:
     return f'{{"argument": {number}}}'
 
 
-def _special_tokens(tokenizer: Any) -> dict[str, int]:
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """Return the special tokens of a tokenizer, with their ids."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return {str(one): token for token, one in added.items() if getattr(one, "special", True)}
 
@@ -178,6 +183,7 @@ def grammar_of(
         Tools of the request.
     choice : str or tuple of str
         "auto": any text, or a text and then calls. "required": calls. A tuple: one call of the function with this name.
+        "none": no call, if calls are in channels.
     is_parallel : bool
         Allow several calls.
     may_think : bool
@@ -195,9 +201,11 @@ def grammar_of(
             schema = _schema_of(function.get("parameters"))
         except ValueError as error:
             raise ValueError(f"the parameters of the function {function['name']}: {error}") from None
-        lines.append(f"tool_{number}: {_literal(form, function['name'] + form.middle)} %json {schema}")
+        lines.append(f"tool_{number}: {_heading(form, function['name'])} %json {schema}")
     named = [number for number, tool in enumerate(tools) if choice in ("auto", "required", (tool["function"]["name"],))]
     call = "(" + " | ".join(f"tool_{number}" for number in named) + ")"
+    if form.is_in_channels:
+        return "\n".join([*lines, *_in_channels(form, call if named else "", choice in ("auto", "none")), ""])
     may_repeat = is_parallel and form.between is not None and not isinstance(choice, tuple)
     again = f"({_literal(form, form.between)} {call})*" if may_repeat else ""
     calls = f"{_literal(form, form.rest)} {call} {again} {_literal(form, form.end)}"
@@ -220,6 +228,29 @@ def grammar_of(
         lines.append(r'think[suffix="</think>"]: /\s*<think>(?s:.*)/')
         body = rf"(think /\n{{0,2}}/)? ({body})"
     return "\n".join([*lines, f"start: {body}", ""])
+
+
+def _heading(form: Form, name: str) -> str:
+    """Return the text between the trigger of a call and its arguments, in Lark."""
+    if not form.is_in_channels:
+        return _literal(form, name + form.middle)
+    # As in the template, and as gpt-oss usually writes it.
+    written = (f"{form.begin}{name}<|channel|>commentary", f"<|channel|>commentary to=functions.{name}")
+    return f"({' | '.join(_literal(form, text) for text in written)}) kind {_literal(form, '<|message|>')}"
+
+
+def _in_channels(form: Form, call: str, may_answer: bool) -> list[str]:
+    """Return the lines of a message in channels: thoughts and texts, and then the answer or a call."""
+    begin, message, after = (_literal(form, text) for text in ("<|channel|>", "<|message|>", NEXT))
+    answer = f'{begin} "final" {message} TEXT'
+    ends = [answer] * may_answer + [call] * bool(call)
+    # The text of a message could spell special tokens with ordinary ones, and then a call that no schema has checked.
+    return [
+        f'kind: (" " {_literal(form, "<|constrain|>")}? "json")?',
+        f'other: {begin} ("analysis" | "commentary") {message} TEXT {after}',
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(NEXT)}(?s:.*)/",
+        f"start: other* ({' | '.join(ends)})",
+    ]
 
 
 def _literal(form: Form, text: str | None) -> str:
@@ -295,8 +326,7 @@ class ToolCalls:
 
     def __init__(self, form: Form) -> None:
         self._form, self._held, self._state = form, "", "text" if form.tag else "start"
-        self._gap, self._count = "", 0
-        self._depth, self._in_text, self._is_escaped = 0, False, False  # of the arguments
+        self._gap, self._count, self._object = "", 0, EndOfObject()
 
     @property
     def is_complete(self) -> bool:
@@ -344,10 +374,10 @@ class ToolCalls:
                 return False
             function = {"name": self._take(place), "arguments": ""}
             calls.append({"index": self._count, "id": uuid4().hex[:9], "type": "function", "function": function})
-            self._count += 1
+            self._count, self._object = self._count + 1, EndOfObject()
             return self._enter("arguments", len(form.middle))
         if self._state == "arguments":
-            end = self._end_of_json(held)
+            end = self._object.find(held)
             piece = self._take(len(held) if end < 0 else end)
             if piece:
                 if not (calls and calls[-1]["index"] == self._count - 1):
@@ -377,9 +407,16 @@ class ToolCalls:
         taken, self._held = self._held[:size], self._held[size:]
         return taken
 
-    def _end_of_json(self, text: str) -> int:
-        """Return the place in `text` behind the object that the arguments are, or -1. Each text is passed once."""
-        for place, character in enumerate(text):
+
+class EndOfObject:
+    """Finds the end of a JSON object that arrives in pieces. Each piece is read once."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_text, self._is_escaped = 0, False, False
+
+    def find(self, piece: str) -> int:
+        """Return the place in a piece behind the object, or -1."""
+        for place, character in enumerate(piece):
             if self._in_text:
                 if self._is_escaped:
                     self._is_escaped = False

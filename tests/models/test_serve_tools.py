@@ -27,11 +27,20 @@ ONE = '{"city": "K\u00f6ln \\"}\\\\", "days": 2}'
 QWEN = f'Well.\n<tool_call>\n{{"name": "weather", "arguments": {ONE}}}\n</tool_call>'
 MISTRAL = f'Well.[TOOL_CALLS] [{{"name": "weather", "arguments": {ONE}}}'
 LLAMA3 = f'{{"name": "weather", "parameters": {ONE}}}'
+GPT_OSS = "<|channel|>commentary<|message|>Well.<|end|><|start|>assistant"
+GPT_OSS += f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ONE}"
+ONE_CALL = ("llama3", "gpt_oss")  # families that write one call in a message
 SAID = {
     "qwen": (QWEN, f'{QWEN}\n<tool_call>\n{{"name": "clock", "arguments": {{}}}}\n</tool_call>'),
     "llama3": (LLAMA3, LLAMA3),
     "mistral": (f"{MISTRAL}]", f'{MISTRAL}, {{"name": "clock", "arguments": {{}}}}]'),
+    "gpt_oss": (GPT_OSS, GPT_OSS),
 }
+
+
+def only_call(family):
+    """Return what a model writes for one call without a text."""
+    return SAID[family][0].rpartition("Well.")[2].removeprefix("<|end|><|start|>assistant").lstrip()
 
 
 def served_by(family, *answers, template=None, **limits):
@@ -86,7 +95,7 @@ def test_calls_are_apart_from_the_text_whole_and_streamed(family, is_parallel):
         assert found == streamed(served, **body)
         messages, reasons = found
         calls = [{"name": "weather", "arguments": ONE}, {"name": "clock", "arguments": "{}"}]
-        count = 2 if is_parallel and family != "llama3" else 1
+        count = 2 if is_parallel and family not in ONE_CALL else 1
         for message in messages:
             assert message["content"] == ("" if family == "llama3" else "Well.")
             assert message["tool_calls"] == calls[:count]
@@ -99,12 +108,13 @@ def test_calls_are_apart_from_the_text_whole_and_streamed(family, is_parallel):
 
 @pytest.mark.parametrize("family", SAID)
 def test_a_choice_of_tools_says_what_may_be_called(family):
-    with served_by(family, "Just <a [text] {\nwith <tool_cal\u00e9") as served:
+    header = "<|channel|>final<|message|>" if family == "gpt_oss" else ""
+    with served_by(family, f"{header}Just <a [text] {{\nwith <tool_cal\u00e9") as served:
         for choice in (None, "auto", "none"):
             found = asked(served, tool_choice=choice)["choices"][0]
             assert found["message"]["content"] == "Just <a [text] {\nwith <tool_cal\u00e9"
             assert "tool_calls" not in found["message"] and found["finish_reason"] == "stop"
-    with served_by(family, SAID[family][0].removeprefix("Well.").lstrip()) as served:
+    with served_by(family, only_call(family)) as served:
         for name in ("weather", "clock"):
             choice = {"type": "function", "function": {"name": name}} if name == "clock" else "required"
             (message,), (reason,) = found = whole(asked(served, tool_choice=choice))
@@ -113,10 +123,11 @@ def test_a_choice_of_tools_says_what_may_be_called(family):
             assert reason == "tool_calls" and message["content"] == ""
 
 
-def test_a_call_that_the_limit_of_tokens_cuts_has_the_reason_length():
-    said = SAID["qwen"][0]
-    with served_by("qwen", said) as served:
-        for size in range(1, len(said.encode()), 7):
+@pytest.mark.parametrize("family", ["qwen", "gpt_oss"])
+def test_a_call_that_the_limit_of_tokens_cuts_has_the_reason_length(family):
+    said = SAID[family][0]
+    with served_by(family, said) as served:
+        for size in range(1, len(Templated(family)(said)["input_ids"]), 7):
             found = whole(asked(served, max_tokens=size))
             assert found == streamed(served, max_tokens=size)
             (message,), (reason,) = found
@@ -165,6 +176,44 @@ def test_a_grammar_begins_behind_thoughts_that_the_prompt_opens():
             ((message,), _) = found
             assert message["reasoning_content"] == ("Hm, {" if is_open else "")
             assert not is_open or message["content"] == ONE
+
+
+THOUGHT = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+def test_thoughts_texts_and_calls_are_apart_in_channels():
+    with served_by("gpt_oss", THOUGHT.format("Is it <tool_call>?") + GPT_OSS) as served:
+        found = whole(asked(served))
+        assert found == streamed(served)
+        (message,), reasons = found
+        assert (message["reasoning_content"], message["content"]) == ("Is it <tool_call>?", "Well.")
+        assert message["tool_calls"] == [{"name": "weather", "arguments": ONE}] and reasons == ["tool_calls"]
+        assert asked(served, include_reasoning=False)["choices"][0]["message"].get("reasoning_content") is None
+        for choice, calls in (("required", 1), ("none", 0)):  # the model wants to think first, and to call
+            (message,), _ = found = whole(asked(served, tool_choice=choice, max_tokens=200))
+            assert found == streamed(served, tool_choice=choice, max_tokens=200)
+            assert len(message["tool_calls"]) == calls
+            assert message["content"].startswith("Well.")
+    with served_by("gpt_oss", THOUGHT.format("a") + FINAL + "b") as served:
+        for more in ({}, {"tools": None}):
+            (message,), reasons = found = whole(asked(served, **more))
+            assert found == streamed(served, **more) and reasons == ["stop"]
+            assert (message["reasoning_content"], message["content"], message["tool_calls"]) == ("a", "b", [])
+
+
+@pytest.mark.parametrize("said", [FINAL + ONE, THOUGHT.format("Hm, {") + FINAL + ONE, "no channel", FINAL + "[1]"])
+def test_a_grammar_is_for_the_final_channel(said):
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    with served_by("gpt_oss", said) as served:
+        body = {"response_format": schema, "tools": None, "max_tokens": 2000}
+        (message,), reasons = found = whole(asked(served, **body))
+        assert found == streamed(served, **body)
+        if ONE in said:
+            assert message["reasoning_content"] == ("Hm, {" if "Hm" in said else "")
+            assert message["content"] == ONE and reasons == ["stop"]
+        else:
+            assert reasons == ["length"] or json.loads(message["content"]).keys() <= {"city", "days"}
 
 
 def tool(**parameters):
@@ -232,6 +281,30 @@ def test_a_conversation_with_tools_finds_all_of_its_last_turn_in_the_cache():
                 {"role": "tool", "tool_call_id": call["id"], "content": "fog"} for call in message["tool_calls"]
             ]
         assert found >= 0.99 * total > 0
+
+
+WRITTEN = " to=functions.weather<|channel|>commentary json<|message|>"  # as the template writes a call
+USUAL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(("header", "least"), [(WRITTEN, 0.99), (USUAL, 0.9)])
+def test_a_conversation_in_channels_finds_what_the_template_writes_again(header, least):
+    answers = []
+    for number in range(20):
+        arguments = json.dumps({"city": f'K\u00f6ln "{number}"\n', "days": number % 9 + 1}, ensure_ascii=False)
+        answers.append(THOUGHT.format(f"I need the weather {number}.") + header + arguments)
+    messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Compare the cities."}]
+    with served_by("gpt_oss", *answers, shows_cached_tokens=True) as served:
+        found = total = before = 0
+        for _ in range(20):
+            answer = asked(served, messages=messages)
+            message, usage = answer["choices"][0]["message"], answer["usage"]
+            assert len(message["tool_calls"]) == 1 and message["reasoning_content"]
+            found, total = found + usage["prompt_tokens_details"]["cached_tokens"], total + before
+            before = usage["prompt_tokens"] + usage["completion_tokens"]
+            messages.append({name: value for name, value in message.items() if name != "refusal"})
+            messages.append({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "fog"})
+        assert 1.0 >= found / total >= least, found / total
 
 
 def test_openai_s_client_calls_a_tool_and_gets_its_answer_whole_and_streamed():

@@ -13,11 +13,13 @@ from chat_templates import CHATML, QWEN, TEMPLATES, Templated  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from pagepool.serve.message_parts import MessageParts  # noqa: E402
+from pagepool.errors import RequestRejected  # noqa: E402
+from pagepool.serve.channels import Channels, with_thinking  # noqa: E402
+from pagepool.serve.message_parts import MessageParts, Tags  # noqa: E402
 from pagepool.serve.reasoning import Reasoning  # noqa: E402
-from pagepool.serve.tools import ToolCalls, form_of  # noqa: E402
+from pagepool.serve.tools import NEXT, ToolCalls, form_of  # noqa: E402
 
-FORMS = {family: form_of(Templated(family)) for family in TEMPLATES}
+FORMS = {family: form_of(Templated(family)) for family in TEMPLATES if family != "gpt_oss"}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,6 @@ def test_the_form_of_calls_is_what_the_template_writes(family, begin, middle, be
         ("{{ tools | tojson }}" + CHATML, "as the name of its function and JSON"),
         (QWEN.replace("call['function']['arguments'] | tojson", "'<a>' ~ call.id"), "as the name of its function"),
         (QWEN.replace('"name": "', '"id": "{{ call.id }}", "name": "'), "apart"),
-        (QWEN.replace("<tool_call>", "<|channel|>"), "channels"),
     ],
 )
 def test_a_template_that_does_not_write_calls_says_so(template, words):
@@ -56,8 +57,11 @@ def test_a_template_that_does_not_write_calls_says_so(template, words):
 
 
 def found(form, pieces, thinks=False):
-    """Return the text, the thoughts and the calls of a text in pieces, and whether the calls are complete."""
-    parts = MessageParts(Reasoning() if thinks else None, ToolCalls(form))
+    """Return the text, the thoughts and the calls of a text in pieces, and whether the calls are complete.
+
+    Without a form, the text is in channels.
+    """
+    parts = MessageParts(Channels(True) if form is None else Tags(Reasoning() if thinks else None, ToolCalls(form)))
     texts, calls = {"content": "", "reasoning_content": ""}, []
     for delta in [*map(parts.add, pieces), parts.end()]:
         for name in texts:
@@ -120,3 +124,76 @@ def test_a_text_that_looks_like_a_call_is_the_same_in_pieces(family, thinks, tex
     assert found(form, text, thinks) == whole
     if not thinks and not whole[1] and not any(form.begin in text[place:] for place in range(len(text))):
         assert whole[0]["content"] == text
+
+
+def test_the_form_of_calls_in_channels():
+    form = form_of(Templated("gpt_oss"))
+    assert (form.begin, form.middle, form.end) == (" to=functions.", "<|channel|>commentary json<|message|>", "")
+    assert form.is_in_channels and form.between is None and not any(one.is_in_channels for one in FORMS.values())
+
+
+SPOKEN = st.sampled_from(["", "Well.", "a\n\n", "<|en", "<|end|>", "<|end|><|start|>", "{\u00e9}", "to=functions.f"])
+CHANNELS = st.sampled_from(["analysis", "commentary", "final", "analysis code"])
+HEADERS = st.sampled_from(
+    [
+        "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
+        "<|channel|>commentary to=functions.{}<|message|>",
+        " to=functions.{}<|channel|>commentary json<|message|>",
+        " to=functions.{}<|channel|>commentary <|constrain|>json<|message|>",
+    ]
+)
+
+
+@examples(100)
+@given(
+    messages=st.lists(st.tuples(CHANNELS, SPOKEN), max_size=3),
+    call=st.none() | st.tuples(NAMES, ARGUMENTS),
+    header=HEADERS,
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+)
+def test_no_cut_changes_what_is_found_in_channels(messages, call, header, cuts):
+    """Some 10,000 cuts, as for the other forms."""
+    said = [f"<|channel|>{channel}<|message|>{text}" for channel, text in messages]
+    if call is not None:
+        said.append(header.format(call[0]) + json.dumps(call[1], ensure_ascii=False))
+    said = NEXT.join(said)
+    whole = found(None, [said])
+    thoughts, texts = (
+        [text for channel, text in messages if channel.startswith("analysis") == is_thought]
+        for is_thought in (True, False)
+    )
+    last = messages[-1][1] if messages and call is None else ""  # the end of an answer may begin the end of a message
+    if not last.startswith("<|en"):
+        assert whole[0] == {"content": "\n".join(texts), "reasoning_content": "\n".join(thoughts)}
+    calls = [] if call is None else [list(call)]
+    assert [[name, json.loads(arguments)] for name, arguments in whole[1]] == calls and whole[2] == bool(calls)
+    for cut in range(len(said) + 1):
+        assert found(None, [said[:cut], said[cut:]]) == whole
+    assert found(None, said) == whole
+    places = sorted({0, *(cut for cut in cuts if cut < len(said)), len(said)})
+    assert found(None, [said[a:b] for a, b in itertools.pairwise(places)]) == whole
+
+
+WORDS = ["<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", "<|call|>", "final", "analysis", "commentary"]
+WORDS += [" to=functions.f", " to=user", "<|constrain|>json", " ", "{}", '{"a": "}', "\n", "<|", "\u00e9"]
+
+
+@examples(100)
+@given(text=st.lists(st.sampled_from(WORDS), max_size=10).map("".join))
+def test_any_text_is_the_same_in_pieces_in_channels(text):
+    whole = found(None, [text])
+    assert all(found(None, [text[:cut], text[cut:]]) == whole for cut in range(len(text) + 1))
+    assert found(None, text) == whole
+
+
+def test_messages_are_written_as_the_template_of_gpt_oss_reads_them():
+    call = {"function": {"name": "f", "arguments": {}}}
+    plain = {"role": "assistant", "content": "x", "reasoning_content": "y"}
+    assert with_thinking([{"role": "user", "content": "x"}, plain]) == [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "x", "thinking": "y"},
+    ]
+    (found,) = with_thinking([{**plain, "tool_calls": [call]}])
+    assert (found["thinking"], found["content"]) == ("y\nx", "") and plain["content"] == "x"
+    with pytest.raises(RequestRejected, match=r"1 call .*messages\[1\] has 2"):
+        with_thinking([plain, {**plain, "tool_calls": [call, call]}])
