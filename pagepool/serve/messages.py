@@ -133,7 +133,7 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
     if object_of(f"tools[{number}]", tool).get("type") not in (None, "custom"):
         sentence = f"tools[{number}].type must be custom: the server has no tools of its own"
         raise RequestError(400, sentence, "unsupported_parameter", "tools")
-    function = {name: tool[name] for name in ("name", "description") if name in tool}
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
 

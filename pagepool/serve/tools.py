@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -23,7 +23,12 @@ JSON_OPTIONS = {**OPTIONS, "item_separator": ", ", "key_separator": ": ", "white
 del JSON_OPTIONS["whitespace_pattern"]
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 VALUES = {"enum", "const", "default", "examples"}  # keywords of a schema with values in them, not schemas
+MAPS = {"properties", "patternProperties", "$defs", "definitions"}  # keywords with a schema for each name
 NOTES = {"description", "title", "$comment"}
+LACKING = {  # keywords that llguidance does not have
+    *("uniqueItems", "contains", "minContains", "maxContains", "not", "if", "then", "else", "propertyNames"),
+    *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties"),
+}
 TAG = re.compile(r"\s*(<[^\s<>]+>|\[[A-Z_]+\])")
 ID = re.compile(r'(?:, "id": "|\[CALL_ID\])callid00\d"?')  # not written by the model
 MARK = "\ufdd0"
@@ -198,7 +203,7 @@ def grammar_of(
     for number, tool in enumerate(tools):
         function = tool["function"]
         try:
-            schema = _schema_of(function.get("parameters"))
+            schema = _schema_of(function.get("parameters"), function.get("strict") is True)
         except ValueError as error:
             raise ValueError(f"the parameters of the function {function['name']}: {error}") from None
         lines.append(f"tool_{number}: {_heading(form, function['name'])} %json {schema}")
@@ -261,9 +266,12 @@ def _literal(form: Form, text: str | None) -> str:
     return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
 
 
-def _schema_of(parameters: Any) -> str:
-    """Return the schema of a function's arguments, as JSON. Raises ValueError."""
-    schema = NO_ARGUMENTS if parameters is None else _without_notes(parameters)
+def _schema_of(parameters: Any, is_strict: bool) -> str:
+    """Return the schema of a function's arguments, as JSON. Raises ValueError.
+
+    Notes may be most of a schema, and are left out. So are keywords that llguidance lacks, if the function is not strict.
+    """
+    schema = NO_ARGUMENTS if parameters is None else _without(NOTES if is_strict else NOTES | LACKING, parameters)
     kind = schema.get("type", "object")
     if kind != "object":
         raise ValueError(f"type must be object, not {json.dumps(kind)[:100]}")
@@ -273,21 +281,19 @@ def _schema_of(parameters: Any) -> str:
     return text
 
 
-def _without_notes(schema: Any) -> Any:
-    """Return a schema without descriptions, which may be most of it.
-
-    Names of properties are always texts, so `propertyNames` that says this, as Zod writes it, is dropped too.
-    """
+def _without(keywords: Set[str], schema: Any) -> Any:
+    """Return a schema without these keywords. A property may have the name of a keyword."""
     if isinstance(schema, list):
-        return [_without_notes(one) for one in schema]
+        return [_without(keywords, one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        name: value if name in VALUES else _without_notes(value)
-        for name, value in schema.items()
-        if (name not in NOTES or not isinstance(value, str))
-        and (name != "propertyNames" or value != {"type": "string"} or schema.get("type") != "object")
-    }
+    found = {}
+    for name, value in schema.items():
+        if name in MAPS and isinstance(value, dict):
+            found[name] = {key: _without(keywords, one) for key, one in value.items()}
+        elif name not in keywords:
+            found[name] = value if name in VALUES else _without(keywords, value)
+    return found
 
 
 def schema_error(message: str, tools: Sequence[dict[str, Any]]) -> str:

@@ -11,6 +11,8 @@ for name in ("starlette", "uvicorn", "httpx", "openai", "llguidance", "transform
 from chat_templates import CHATML, Templated  # noqa: E402
 from fake_runner import FakeRunner  # noqa: E402
 
+from pagepool.serve.tools import LACKING  # noqa: E402
+
 CHAT = "/v1/chat/completions"
 CITY = {
     "type": "object",
@@ -220,6 +222,22 @@ def tool(**parameters):
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
+def strict(**parameters):
+    return {"type": "function", "function": {"name": "f", "strict": True, "parameters": parameters}}
+
+
+@pytest.mark.parametrize("keyword", sorted(LACKING))
+def test_a_keyword_that_no_grammar_has_binds_a_strict_function_only(keyword):
+    schema = {"type": "object", "properties": {keyword: {"type": "array", keyword: {"type": "string"}}}}
+    schema |= {"required": [keyword], "additionalProperties": False}
+    with served_by(
+        "qwen", f'<tool_call>\n{{"name": "f", "arguments": {{"{keyword}": [1, 1]}}}}\n</tool_call>'
+    ) as served:
+        message = asked(served, tools=[tool(**schema)])["choices"][0]["message"]
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {keyword: [1, 1]}
+        assert keyword in asked(served, 400, tools=[strict(**schema)])["message"]
+
+
 def called(arguments):
     return [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
 
@@ -227,7 +245,11 @@ def called(arguments):
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        ({"tools": [WEATHER, tool(properties={"x": {"uniqueItems": True}})]}, "tools", ["function f:", "uniqueItems"]),
+        (
+            {"tools": [WEATHER, strict(properties={"x": {"uniqueItems": True}})]},
+            "tools",
+            ["function f:", "uniqueItems"],
+        ),
         ({"tools": [tool(type="array")]}, "tools", ["function f:", "array"]),
         ({"tools": [tool(maximum=1.5, exclusiveMinimum=1)]}, "tools", ["function f:", "exclusiveMinimum"]),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", ["tools"]),
