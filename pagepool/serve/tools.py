@@ -269,7 +269,7 @@ def _literal(form: Form, text: str | None) -> str:
 def _schema_of(parameters: Any, is_strict: bool) -> str:
     """Return the schema of a function's arguments, as JSON. Raises ValueError.
 
-    Notes may be most of a schema, and are left out. So are keywords that llguidance lacks, if the function is not strict.
+    Notes may be most of a schema, and are left out. So are keywords that llguidance lacks, if it is not strict.
     """
     schema = NO_ARGUMENTS if parameters is None else _without(NOTES if is_strict else NOTES | LACKING, parameters)
     kind = schema.get("type", "object")
