@@ -145,8 +145,10 @@ def behind(source: str, after: str, special: dict[int, str]) -> str:
     if after == FINAL:
         ids = {text: f"<[{token}]>" for token, text in special.items()}
         channel, message, end, start = (ids[f"<|{name}|>"] for name in ("channel", "message", "end", "start"))
-        thought = f'{channel} "analysis" {message} /(?s:.*)/ {end} {start} "assistant"'
-        begin = f'begin: ({thought})* {channel} "final" {message}'
+        # A thought could spell special tokens with ordinary ones, and then an answer that the grammar has not checked.
+        begin = f'begin: (thought)* {channel} "final" {message}\n'
+        begin += f'thought: {channel} "analysis" {message} THOUGHT {end} {start} "assistant"\n'
+        begin += "THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\\|end\\|><\\|start\\|>assistant(?s:.*)/"
     head = f"start: begin gap @body\n{begin}\ngap: /[ \\n]{{0,4}}/\n"
     return json.dumps({"grammars": [{"lark_grammar": head}, {**body, "name": "body"}]})
 

@@ -27,7 +27,8 @@ class Channels:
     """Splits an answer that arrives in pieces. The result does not depend on the cuts between the pieces.
 
     The channel `final` and a commentary without recipient are text. A commentary to a function is a call. All else
-    are thoughts. A newline is put between two thoughts and between two texts. An answer without a header is text.
+    are thoughts. A newline is put between two thoughts and between two texts. The channel `final`, and an answer without
+    a header, go on to the end: they may spell special tokens.
 
     Parameters
     ----------
@@ -44,7 +45,7 @@ class Channels:
 
     def __init__(self, finds_calls: bool = False) -> None:
         self._finds_calls, self._held, self._state = finds_calls, "", "header"
-        self._seen: set[str] = set()  # states
+        self._seen: set[str] = set()  # thought, text
         self._count, self._object = 0, EndOfObject()
 
     @property
@@ -63,8 +64,9 @@ class Channels:
 
     def flush(self) -> tuple[str, str, list[dict[str, Any]]]:
         """Return what was held back. Called at the end of the answer."""
+        is_text = self._state == "text" or (self._state == "header" and not self._seen and not self._begins())
         held = "" if self._held.startswith(END) else self._take(len(self._held))
-        return (held if self._state == "thought" else ""), (held if self._state == "text" else ""), []
+        return (held if self._state == "thought" else ""), (held if is_text else ""), []
 
     def _step(self, found: dict[str, str], calls: list[dict[str, Any]]) -> bool:
         """Read on. Return false if this needs more text."""
@@ -80,6 +82,9 @@ class Channels:
                 calls[-1]["function"]["arguments"] += piece
             self._state = "call" if end < 0 else "after"
             return end >= 0
+        if self._state == "final":
+            found["text"] += self._take(len(held))
+            return False
         place = held.find(NEXT)
         size = place if place >= 0 else len(held) - _size_of_part(held)
         found[self._state] = found.get(self._state, "") + self._take(size)
@@ -93,6 +98,7 @@ class Channels:
         place = held.find(MESSAGE)
         if not any(held.startswith(begin) or begin.startswith(held) for begin in BEGINS):
             self._enter("text", found)
+            self._state = "final"
             return True
         if place < 0:
             return False
@@ -100,12 +106,17 @@ class Channels:
         self._take(len(MESSAGE))
         called = FUNCTION.search(header) if self._finds_calls else None
         if called is None:
-            self._enter("text" if TEXT.match(header) else "thought", found)
+            match = TEXT.match(header)
+            self._enter("thought" if match is None else "text", found)
+            self._state = "final" if match and match[1] == "final" else self._state
             return True
         function = {"name": called[1], "arguments": ""}
         calls.append({"index": self._count, "id": uuid4().hex[:9], "type": "function", "function": function})
         self._count, self._object, self._state = self._count + 1, EndOfObject(), "call"
         return True
+
+    def _begins(self) -> bool:
+        return self._held.startswith(BEGINS)
 
     def _enter(self, state: str, found: dict[str, str]) -> None:
         found[state] += "\n" if state in self._seen else ""

@@ -88,6 +88,8 @@ class Request:
         Report what the model thinks, if its chat template knows this.
     options : dict
         `priority` and `cache_salt` for `Engine.submit`, if the request has them.
+    repeated : dict
+        Fields that the answer repeats from the body.
     """
 
     prompts: list[Any]
@@ -109,6 +111,7 @@ class Request:
     new_parts: Callable[[], MessageParts] = MessageParts
     include_reasoning: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    repeated: dict[str, Any] = field(default_factory=dict)
 
 
 def read_body(body: bytes) -> dict[str, Any]:

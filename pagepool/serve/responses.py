@@ -18,6 +18,14 @@ CONTENT: Kinds = {**INPUT, "output_text": {"text": str}}
 THOUGHT: Kinds = {"reasoning_text": {"text": str}}
 # Codex declares these with every request. A model that is not told of them works without.
 LEFT_OUT = ("custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search")
+REPEATED = (
+    "instructions",
+    "metadata",
+    "reasoning",
+    "text",
+    "tool_choice",
+    "tools",
+)  # by the answer, as they were given
 PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 # Names of a chat's fields, in errors.
 NAMES = {
@@ -60,6 +68,7 @@ def read_response(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
     with renamed(NAMES):
         request = read_request(chat, True, defaults)
     request.prompt_field = "input"
+    request.repeated = {name: body[name] for name in REPEATED if body.get(name) is not None}
     if request.structured_field is not None:
         request.structured_field = NAMES.get(request.structured_field, request.structured_field)
     return request
@@ -192,7 +201,6 @@ class ResponsesAnswer(TranslatedAnswer):
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         common, request = self._common, self._request
-        choice = request.tool_choice
         last = len(self.items) - 1
         output = [_item(item, status if item.index == last else "completed") for item in self.items]
         return {
@@ -210,12 +218,13 @@ class ResponsesAnswer(TranslatedAnswer):
             "max_output_tokens": request.params.max_new_tokens,
             "temperature": request.params.temperature,
             "top_p": request.params.top_p,
-            "tools": [{"type": "function", **tool["function"]} for tool in request.tools],
-            "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice[0]},
+            "tools": [],
+            "tool_choice": request.tool_choice,
             "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
             "truncation": "disabled",
+            **request.repeated,
         }
 
 

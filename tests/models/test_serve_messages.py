@@ -290,6 +290,27 @@ def test_calls_are_items_of_a_response_whole_and_streamed(family, _, choice, nam
         assert [tool.name for tool in whole.tools] == ["weather", "clock"]
 
 
+def test_a_response_repeats_fields_of_its_request():
+    given = {
+        "instructions": "Help.",
+        "metadata": {"run": "7"},
+        "reasoning": {"effort": "low"},
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [*FUNCTIONS, {"type": "web_search"}],
+    }
+    with served_by("qwen", "x") as served:
+        ask = {"model": "fake", "input": "hi", **GREEDY}
+        for repeated in (given, {"tool_choice": "none", "tools": FUNCTIONS}):
+            found = served.openai.responses.create(**ask, **repeated)
+            with served.openai.responses.stream(**ask, **repeated) as stream:
+                streamed = stream.get_final_response()
+            for answer in (found.to_dict(), streamed.to_dict()):
+                assert {name: answer[name] for name in repeated} == repeated
+        plain = served.openai.responses.create(**ask)
+        assert (plain.tools, plain.tool_choice, plain.metadata, plain.instructions) == ([], "none", {}, None)
+
+
 def test_names_of_properties_that_must_be_texts_are_a_tool_s_schema_without_them():
     """Zod writes this for a record; a property with the name of the keyword is another thing."""
     record = {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}}

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+from contextlib import closing
 
+import numpy as np
 import pytest
 from share import examples
 
@@ -10,14 +12,17 @@ for name in ("transformers", "jinja2"):
     pytest.importorskip(name, reason=f"{name} is not installed: make test-models")
 
 from chat_templates import CHATML, QWEN, TEMPLATES, Templated  # noqa: E402
+from fake_runner import VOCABULARY  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from pagepool.engine.grammar_check import FINAL  # noqa: E402
+from pagepool.engine.structured import Grammars, Structured  # noqa: E402
 from pagepool.errors import RequestRejected  # noqa: E402
 from pagepool.serve.channels import Channels, with_thinking  # noqa: E402
 from pagepool.serve.message_parts import MessageParts, Tags  # noqa: E402
 from pagepool.serve.reasoning import Reasoning  # noqa: E402
-from pagepool.serve.tools import NEXT, ToolCalls, form_of  # noqa: E402
+from pagepool.serve.tools import NEXT, ToolCalls, form_of, grammar_of  # noqa: E402
 
 FORMS = {family: form_of(Templated(family)) for family in TEMPLATES if family != "gpt_oss"}
 
@@ -133,7 +138,7 @@ def test_the_form_of_calls_in_channels():
 
 
 SPOKEN = st.sampled_from(["", "Well.", "a\n\n", "<|en", "<|end|>", "<|end|><|start|>", "{\u00e9}", "to=functions.f"])
-CHANNELS = st.sampled_from(["analysis", "commentary", "final", "analysis code"])
+CHANNELS = st.sampled_from(["analysis", "commentary", "analysis code"])
 HEADERS = st.sampled_from(
     [
         "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
@@ -147,12 +152,15 @@ HEADERS = st.sampled_from(
 @examples(100)
 @given(
     messages=st.lists(st.tuples(CHANNELS, SPOKEN), max_size=3),
+    final=st.none() | st.tuples(st.just("final"), SPOKEN | st.just(f"{NEXT}<|channel|>analysis<|message|>x")),
     call=st.none() | st.tuples(NAMES, ARGUMENTS),
     header=HEADERS,
     cuts=st.lists(st.integers(0, 300), max_size=8),
 )
-def test_no_cut_changes_what_is_found_in_channels(messages, call, header, cuts):
+def test_no_cut_changes_what_is_found_in_channels(messages, final, call, header, cuts):
     """Some 10,000 cuts, as for the other forms."""
+    if final is not None:
+        messages, call = [*messages, final], None
     said = [f"<|channel|>{channel}<|message|>{text}" for channel, text in messages]
     if call is not None:
         said.append(header.format(call[0]) + json.dumps(call[1], ensure_ascii=False))
@@ -162,7 +170,7 @@ def test_no_cut_changes_what_is_found_in_channels(messages, call, header, cuts):
         [text for channel, text in messages if channel.startswith("analysis") == is_thought]
         for is_thought in (True, False)
     )
-    last = messages[-1][1] if messages and call is None else ""  # the end of an answer may begin the end of a message
+    last = messages[-1][1] if messages and call is final is None else ""  # it may begin the end of a message
     if not last.startswith("<|en"):
         assert whole[0] == {"content": "\n".join(texts), "reasoning_content": "\n".join(thoughts)}
     calls = [] if call is None else [list(call)]
@@ -184,6 +192,28 @@ def test_any_text_is_the_same_in_pieces_in_channels(text):
     whole = found(None, [text])
     assert all(found(None, [text[:cut], text[cut:]]) == whole for cut in range(len(text) + 1))
     assert found(None, text) == whole
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize("choice", ["response_format", "auto", "required", "none"])
+def test_no_text_spells_the_end_of_a_thought_with_ordinary_tokens(choice):
+    pytest.importorskip("llguidance", reason="llguidance is not installed: make test-models")
+    tokenizer = Templated("gpt_oss")
+    thought = [*tokenizer("<|channel|>analysis<|message|>")["input_ids"], *NEXT.encode()]
+    grammar = None if choice == "response_format" else grammar_of(form_of(tokenizer), [TOOL], choice)
+    structured = Structured(grammar=grammar) if grammar else Structured(json_object=True, after=FINAL)
+    with closing(Grammars(tokenizer, VOCABULARY, [0])) as grammars:
+        matcher = grammars.compiled(structured).matcher(thought[:-1])
+        mask = matcher.masked(np.zeros(VOCABULARY, np.float32))
+        (end,) = tokenizer("<|end|>")["input_ids"]
+        assert mask[thought[-1]] == -np.inf and mask[ord("a")] == mask[end] == 0.0
+
+
+@pytest.mark.parametrize("text", ["", " ", " to", "<|", "Well.", " to be", "<|end|>", "\n"])
+def test_an_answer_without_a_header_is_text(text):
+    assert found(None, [text]) == found(None, text) == ({"content": text, "reasoning_content": ""}, [], False)
 
 
 def test_messages_are_written_as_the_template_of_gpt_oss_reads_them():
