@@ -27,7 +27,7 @@ class Channels:
     """Splits an answer that arrives in pieces. The result does not depend on the cuts between the pieces.
 
     The channel `final` and a commentary without recipient are text. A commentary to a function is a call. All else
-    are thoughts. A newline is put between two thoughts and between two texts. The channel `final`, and an answer without
+    are thoughts. A newline is put between two thoughts and between two texts. The channel `final`, or an answer without
     a header, go on to the end: they may spell special tokens.
 
     Parameters
