@@ -117,13 +117,13 @@ class OpenmpWorkers:
     def giving_way(self) -> Iterator[None]:
         """Let workers sleep during this block, in the mode "auto". Any thread may use it.
 
-        For work beside the steps that takes milliseconds of CPU time. Workers that spin would hold two threads of the
-        model on one CPU, and a step would take 10 times as long.
+        Use it around work of milliseconds of CPU time. Workers that spin would hold two threads of the model on one
+        CPU, and a step would take 10 times as long.
         """
         with self._lock:
-            self._num_blocks += 1
             if self._adapts and not self.is_sleeping:
                 self._sleep()
+            self._num_blocks += 1  # the last step: without a thread, `_sleep` raises
         try:
             yield
         finally:

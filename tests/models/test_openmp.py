@@ -110,6 +110,24 @@ settled(before)
 """)
 
 
+def test_other_work_that_finds_no_thread_leaves_nothing_behind():
+    run("""
+workers = OpenmpWorkers("auto")
+own, openmp.Thread = openmp.Thread, None
+try:
+    with workers.giving_way():
+        raise AssertionError
+except TypeError:
+    pass
+openmp.Thread = own
+assert not workers.is_sleeping and not workers._num_blocks
+with workers.giving_way():
+    assert workers.is_sleeping
+workers.close()
+settled(before)
+""")
+
+
 def test_auto_sleeps_twice_as_long_while_the_load_lasts():
     run("""
 workers = OpenmpWorkers("auto")
