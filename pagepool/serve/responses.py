@@ -18,14 +18,8 @@ CONTENT: Kinds = {**INPUT, "output_text": {"text": str}}
 THOUGHT: Kinds = {"reasoning_text": {"text": str}}
 # Codex declares these with every request. A model that is not told of them works without.
 LEFT_OUT = ("custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search")
-REPEATED = (
-    "instructions",
-    "metadata",
-    "reasoning",
-    "text",
-    "tool_choice",
-    "tools",
-)  # by the answer, as they were given
+# The answer repeats these fields as they were given.
+REPEATED = ("instructions", "metadata", "reasoning", "text", "tool_choice", "tools")
 PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 # Names of a chat's fields, in errors.
 NAMES = {
