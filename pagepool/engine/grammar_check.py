@@ -34,7 +34,12 @@ OPTIONS = {
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 ALTERNATIVES = {"$ref", "anyOf", "oneOf"}
 ANNOTATIONS = {"$schema", "$id", "$defs", "definitions", "title", "description", "default", "examples"}
-FINAL = "<|channel|>final<|message|>"  # before an answer in channels, as in gpt-oss
+# Answers in channels, as in gpt-oss.
+FINAL = "<|channel|>final<|message|>"  # before the text of the last message
+NEXT = "<|end|><|start|>assistant"  # between two messages
+# The text of a message, in Lark. If ordinary tokens could spell NEXT, a call or an answer that no grammar has checked
+# could follow.
+INSIDE = r"/(?s:.*)/ & ~/(?s:.*)<\|end\|><\|start\|>assistant(?s:.*)/"
 REFUSED, FAILED = 3, 4  # exit statuses
 
 
@@ -140,15 +145,13 @@ def behind(source: str, after: str, special: dict[int, str]) -> str:
     Before FINAL there are only thoughts, in messages of their own.
     """
     body = json.loads(source)["grammars"][0] if source.startswith("{") else {"lark_grammar": source}
-    tokens = [token for token, text in special.items() if text == after]
-    begin = f"begin: /(?s:.*)/ <[{tokens[0]}]>" if tokens else f"begin[suffix={json.dumps(after)}]: /(?s:.*)/"
-    if after == FINAL:
-        ids = {text: f"<[{token}]>" for token, text in special.items()}
-        channel, message, end, start = (ids[f"<|{name}|>"] for name in ("channel", "message", "end", "start"))
-        # A thought could spell special tokens with ordinary ones, and then an answer that the grammar has not checked.
-        begin = f'begin: (thought)* {channel} "final" {message}\n'
-        begin += f'thought: {channel} "analysis" {message} THOUGHT {end} {start} "assistant"\n'
-        begin += "THOUGHT: /(?s:.*)/ & ~/(?s:.*)<\\|end\\|><\\|start\\|>assistant(?s:.*)/"
+    ids = {text: f"<[{token}]>" for token, text in special.items()}
+    channel, message, end, start = (ids.get(f"<|{name}|>") for name in ("channel", "message", "end", "start"))
+    if after == FINAL and channel and message and end and start:
+        begin = f'begin: (thought)* {channel} "final" {message}\nTHOUGHT: {INSIDE}\n'
+        begin += f'thought: {channel} "analysis" {message} THOUGHT {end} {start} "assistant"'
+    else:
+        begin = f"begin: /(?s:.*)/ {ids[after]}" if after in ids else f"begin[suffix={json.dumps(after)}]: /(?s:.*)/"
     head = f"start: begin gap @body\n{begin}\ngap: /[ \\n]{{0,4}}/\n"
     return json.dumps({"grammars": [{"lark_grammar": head}, {**body, "name": "body"}]})
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
+from pagepool.engine.grammar_check import NEXT
 from pagepool.errors import RequestRejected
-from pagepool.serve.tools import NEXT, EndOfObject, special_tokens
+from pagepool.serve.tools import CallDeltas, special_tokens
 
 __all__ = ["Channels", "has_channels", "with_thinking"]
 
@@ -46,12 +46,12 @@ class Channels:
     def __init__(self, finds_calls: bool = False) -> None:
         self._finds_calls, self._held, self._state = finds_calls, "", "header"
         self._seen: set[str] = set()  # thought, text
-        self._count, self._object = 0, EndOfObject()
+        self._calls = CallDeltas()
 
     @property
     def is_complete(self) -> bool:
         """True if there are calls, and all of them have ended."""
-        return self._count > 0 and self._state == "after"
+        return self._calls.count > 0 and self._state == "after"
 
     def add(self, piece: str) -> tuple[str, str, list[dict[str, Any]]]:
         """Add a piece; return the thought and the text that are final now, and the new parts of calls."""
@@ -74,12 +74,8 @@ class Channels:
         if self._state == "header":
             return self._read_header(found, calls)
         if self._state == "call":
-            end = self._object.find(held)
-            piece = self._take(len(held) if end < 0 else end)
-            if piece:
-                if not (calls and calls[-1]["index"] == self._count - 1):
-                    calls.append({"index": self._count - 1, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += piece
+            end = self._calls.end_of_arguments(held)
+            self._calls.grow(self._take(len(held) if end < 0 else end), calls)
             self._state = "call" if end < 0 else "after"
             return end >= 0
         if self._state == "final":
@@ -110,9 +106,8 @@ class Channels:
             self._enter("thought" if match is None else "text", found)
             self._state = "final" if match and match[1] == "final" else self._state
             return True
-        function = {"name": called[1], "arguments": ""}
-        calls.append({"index": self._count, "id": uuid4().hex[:9], "type": "function", "function": function})
-        self._count, self._object, self._state = self._count + 1, EndOfObject(), "call"
+        calls.append(self._calls.begin(called[1]))
+        self._state = "call"
         return True
 
     def _begins(self) -> bool:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from pagepool.engine.grammar_check import OPTIONS, check_schema
+from pagepool.engine.grammar_check import INSIDE, NEXT, OPTIONS, check_schema
 
-__all__ = ["EndOfObject", "Form", "ToolCalls", "form_of", "grammar_of", "schema_error", "special_tokens"]
+__all__ = ["CallDeltas", "Form", "ToolCalls", "form_of", "grammar_of", "schema_error", "special_tokens"]
 
 # As `json.dumps`, which templates use: other white space would give other tokens in the next prompt.
 JSON_OPTIONS = {**OPTIONS, "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -32,7 +32,6 @@ LACKING = {  # keywords that llguidance does not have
 TAG = re.compile(r"\s*(<[^\s<>]+>|\[[A-Z_]+\])")
 ID = re.compile(r'(?:, "id": "|\[CALL_ID\])callid00\d"?')  # not written by the model
 MARK = "\ufdd0"
-NEXT = "<|end|><|start|>assistant"  # between two messages of an answer in channels
 
 
 @dataclass(frozen=True)
@@ -249,11 +248,10 @@ def _in_channels(form: Form, call: str, may_answer: bool) -> list[str]:
     begin, message, after = (_literal(form, text) for text in ("<|channel|>", "<|message|>", NEXT))
     answer = f'{begin} "final" {message} TEXT'
     ends = [answer] * may_answer + [call] * bool(call)
-    # The text of a message could spell special tokens with ordinary ones, and then a call that no schema has checked.
     return [
         f'kind: (" " {_literal(form, "<|constrain|>")}? "json")?',
         f'other: {begin} ("analysis" | "commentary") {message} TEXT {after}',
-        f"TEXT: /(?s:.*)/ & ~/(?s:.*){re.escape(NEXT)}(?s:.*)/",
+        f"TEXT: {INSIDE}",
         f"start: other* ({' | '.join(ends)})",
     ]
 
@@ -332,11 +330,11 @@ class ToolCalls:
 
     def __init__(self, form: Form) -> None:
         self._form, self._held, self._state = form, "", "text" if form.tag else "start"
-        self._gap, self._count, self._object = "", 0, EndOfObject()
+        self._gap, self._calls = "", CallDeltas()
 
     @property
     def is_complete(self) -> bool:
-        return self._count > 0 and (self._state == "done" or (self._state == "after" and self._has_ended()))
+        return self._calls.count > 0 and (self._state == "done" or (self._state == "after" and self._has_ended()))
 
     def add(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
         """Add a piece; return the text that is final now, and the new parts of calls, as OpenAI's deltas."""
@@ -378,17 +376,11 @@ class ToolCalls:
             place = held.find(form.middle)
             if place < 0:
                 return False
-            function = {"name": self._take(place), "arguments": ""}
-            calls.append({"index": self._count, "id": uuid4().hex[:9], "type": "function", "function": function})
-            self._count, self._object = self._count + 1, EndOfObject()
+            calls.append(self._calls.begin(self._take(place)))
             return self._enter("arguments", len(form.middle))
         if self._state == "arguments":
-            end = self._object.find(held)
-            piece = self._take(len(held) if end < 0 else end)
-            if piece:
-                if not (calls and calls[-1]["index"] == self._count - 1):
-                    calls.append({"index": self._count - 1, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += piece
+            end = self._calls.end_of_arguments(held)
+            self._calls.grow(self._take(len(held) if end < 0 else end), calls)
             return end >= 0 and self._enter("after", 0)
         if self._state == "after":
             if form.between is not None and held.startswith(form.between):
@@ -414,14 +406,35 @@ class ToolCalls:
         return taken
 
 
-class EndOfObject:
-    """Finds the end of a JSON object that arrives in pieces. Each piece is read once."""
+class CallDeltas:
+    """Writes the calls of a message as OpenAI's deltas, and finds the ends of their arguments, which arrive in pieces.
+
+    Attributes
+    ----------
+    count : int
+        Calls that have begun.
+    """
 
     def __init__(self) -> None:
-        self._depth, self._in_text, self._is_escaped = 0, False, False
+        self.count = 0
+        self._depth, self._in_text, self._is_escaped = 0, False, False  # of the arguments
 
-    def find(self, piece: str) -> int:
-        """Return the place in a piece behind the object, or -1."""
+    def begin(self, name: str) -> dict[str, Any]:
+        """Return the first delta of the next call."""
+        self._depth, self._in_text, self._is_escaped = 0, False, False
+        function = {"name": name, "arguments": ""}
+        self.count += 1
+        return {"index": self.count - 1, "id": uuid4().hex[:9], "type": "function", "function": function}
+
+    def grow(self, piece: str, deltas: list[dict[str, Any]]) -> None:
+        """Add a piece of the arguments of the last call to these deltas."""
+        if piece and not (deltas and deltas[-1]["index"] == self.count - 1):
+            deltas.append({"index": self.count - 1, "function": {"arguments": ""}})
+        if piece:
+            deltas[-1]["function"]["arguments"] += piece
+
+    def end_of_arguments(self, piece: str) -> int:
+        """Return the place in a piece behind the object that the arguments are, or -1. Each piece is read once."""
         for place, character in enumerate(piece):
             if self._in_text:
                 if self._is_escaped:

@@ -16,13 +16,13 @@ from fake_runner import VOCABULARY  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from pagepool.engine.grammar_check import FINAL  # noqa: E402
+from pagepool.engine.grammar_check import FINAL, NEXT  # noqa: E402
 from pagepool.engine.structured import Grammars, Structured  # noqa: E402
 from pagepool.errors import RequestRejected  # noqa: E402
 from pagepool.serve.channels import Channels, with_thinking  # noqa: E402
 from pagepool.serve.message_parts import MessageParts, Tags  # noqa: E402
 from pagepool.serve.reasoning import Reasoning  # noqa: E402
-from pagepool.serve.tools import NEXT, ToolCalls, form_of, grammar_of  # noqa: E402
+from pagepool.serve.tools import ToolCalls, form_of, grammar_of  # noqa: E402
 
 FORMS = {family: form_of(Templated(family)) for family in TEMPLATES if family != "gpt_oss"}
 
@@ -209,6 +209,15 @@ def test_no_text_spells_the_end_of_a_thought_with_ordinary_tokens(choice):
         mask = matcher.masked(np.zeros(VOCABULARY, np.float32))
         (end,) = tokenizer("<|end|>")["input_ids"]
         assert mask[thought[-1]] == -np.inf and mask[ord("a")] == mask[end] == 0.0
+
+
+def test_the_final_channel_of_a_model_without_channels_is_a_text_like_others():
+    pytest.importorskip("llguidance", reason="llguidance is not installed: make test-models")
+    tokenizer = Templated("qwen")
+    with closing(Grammars(tokenizer, VOCABULARY, [0])) as grammars:
+        grammar = grammars.compiled(Structured(choice=["a"], after=FINAL))
+        mask = grammar.matcher([*f"x{FINAL}".encode()]).masked(np.zeros(VOCABULARY, np.float32))
+        assert mask[ord("a")] == 0.0 and mask[ord("b")] == -np.inf
 
 
 @pytest.mark.parametrize("text", ["", " ", " to", "<|", "Well.", " to be", "<|end|>", "\n"])
