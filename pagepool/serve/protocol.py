@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import uuid
@@ -117,10 +118,19 @@ class Request:
 def read_body(body: bytes) -> dict[str, Any]:
     """Parse the body of a request.
 
-    Raises `RequestError` if it is not a JSON object in UTF-8, or if a text in it is not valid Unicode.
+    Raises `RequestError` if it is not a JSON object in UTF-8, if a text in it is not valid Unicode, or if a number in
+    it is not finite.
     """
+    strange = []
+
+    def read_float(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            strange.append(value)
+        return value
+
     try:
-        found = json.loads(body.decode("utf-8"))
+        found = json.loads(body.decode("utf-8"), parse_float=read_float, parse_constant=read_float)
     except UnicodeDecodeError as error:
         raise RequestError(400, f"the body is not UTF-8: byte {error.start} is invalid") from None
     except ValueError as error:
@@ -129,14 +139,17 @@ def read_body(body: bytes) -> dict[str, Any]:
         raise RequestError(400, "the body cannot be parsed: its JSON is nested too deeply") from None
     if not isinstance(found, dict):
         raise RequestError(400, f"the body must be a JSON object, not {type(found).__name__}")
-    if SURROGATE.search(body):
+    if strange or SURROGATE.search(body):
         for name, value in found.items():
             try:
-                json.dumps([name, value], ensure_ascii=False).encode()
+                json.dumps([name, value], ensure_ascii=False, allow_nan=False).encode()
             except RecursionError:
                 raise RequestError(400, f"{quoted(name)} is nested too deeply", param=name) from None
             except UnicodeEncodeError:
                 sentence = f"{quoted(name)} is not valid Unicode: it has half of a surrogate pair"
+                raise RequestError(400, sentence, param=name) from None
+            except ValueError:
+                sentence = f"{quoted(name)} has a number that is NaN, infinite or above 1.8e308: JSON has none"
                 raise RequestError(400, sentence, param=name) from None
     return found
 

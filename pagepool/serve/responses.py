@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pagepool.serve.errors import RequestError, error_object, quoted
@@ -20,6 +20,7 @@ THOUGHT: Kinds = {"reasoning_text": {"text": str}}
 LEFT_OUT = ("custom", "image_generation", "local_shell", "namespace", "tool_search", "web_search")
 # The answer repeats these fields as they were given.
 REPEATED = ("instructions", "metadata", "reasoning", "text", "tool_choice", "tools")
+MAX_DEPTH = 100  # levels of objects and lists in a field that is repeated
 PREFIXES = {"thought": "rs_", "text": "msg_", "call": "fc_"}
 # Names of a chat's fields, in errors.
 NAMES = {
@@ -63,9 +64,24 @@ def read_response(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         request = read_request(chat, True, defaults)
     request.prompt_field = "input"
     request.repeated = {name: body[name] for name in REPEATED if body.get(name) is not None}
+    for name, value in request.repeated.items():
+        _check_depth(name, value)
     if request.structured_field is not None:
         request.structured_field = NAMES.get(request.structured_field, request.structured_field)
     return request
+
+
+def _check_depth(name: str, value: Any) -> None:
+    """Raise `RequestError` if `value` is nested so deeply that the encoder of the answer could fail."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [one for each in level if isinstance(each, dict | list) for one in _inside(each)]
+    if level:
+        raise RequestError(400, f"{name} is nested too deeply: it may have at most {MAX_DEPTH} levels", param=name)
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def _messages(found: Mapping[str, Any]) -> list[dict[str, Any]]:
