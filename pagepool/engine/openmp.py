@@ -117,8 +117,8 @@ class OpenmpWorkers:
     def giving_way(self) -> Iterator[None]:
         """Let workers sleep during this block, in the mode "auto". Any thread may use it.
 
-        Use it around work of milliseconds of CPU time. Workers that spin would hold two threads of the model on one
-        CPU, and a step would take 10 times as long.
+        Use it while another process of the lowest priority works. Workers that spin would leave it no CPU: it would
+        take 30 times as long.
         """
         with self._lock:
             if self._adapts and not self.is_sleeping:

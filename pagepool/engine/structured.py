@@ -404,12 +404,17 @@ class _Tokens:
 
 
 def _new_checker() -> subprocess.Popen[bytes]:
-    """Start a process of `grammar_check`. It has a session of its own, so that Ctrl-C in a terminal does not end it."""
+    """Start a process of `grammar_check`. It has a group of its own, so that Ctrl-C in a terminal does not end it.
+
+    A session of its own would do that as well. But Linux divides the CPUs among sessions, whatever the priorities of
+    their processes are ("autogroup" in sched(7)): the checker would take CPU time from the model.
+    """
     import llguidance
 
     command = [sys.executable, "-I", "-S", grammar_check.__file__, os.path.dirname(llguidance.__file__)]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
+    own_group: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, **own_group)
 
 
 def _ask(checker: subprocess.Popen[bytes], asked: dict[str, Any]) -> tuple[int, bytes]:

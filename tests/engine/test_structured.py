@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -381,6 +382,15 @@ def test_workers_of_openmp_sleep_while_a_grammar_is_compiled(monkeypatch):
         with refuses(RequestRejected, "regex"):
             engine.submit("x", SamplingParams(2, structured=Structured(regex="(")))
         assert seen == [1, 1, 1] and not workers._num_blocks
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 cannot start a process in a group of its own")
+def test_a_checker_takes_no_cpu_from_this_process_and_no_ctrl_c_of_its_terminal(grammars):
+    grammars.compiled(Structured(choice=["known"]))
+    (checker,) = grammars._checkers
+    assert os.getsid(checker.pid) == os.getsid(0)  # Linux divides the CPUs among sessions
+    assert os.sched_getscheduler(checker.pid) == os.SCHED_IDLE
+    assert os.getpgid(checker.pid) == checker.pid != os.getpgid(0)
 
 
 def test_one_process_checks_all_grammars_and_is_replaced_after_a_kill(monkeypatch):
