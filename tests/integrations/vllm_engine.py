@@ -22,15 +22,23 @@ CONNECTOR = {
 }
 
 
+def files_of(name):
+    """Return the files with the memory of a tier."""
+    return [*Path("/dev/shm").glob(f"pagepool[-.]*{name}*")]
+
+
+def random_weights(seed):
+    """Return a function that makes large random weights, so that each new token depends on all tokens before it."""
+    random = np.random.default_rng(seed)
+    return lambda *shape: (random.standard_normal(shape) * 1.5 / shape[-1] ** 0.5).astype(np.float32)
+
+
 def save_model(folder, seed):
-    """Write a Llama with large random weights, so that each new token depends on all tokens before it."""
+    """Write a Llama of two layers."""
     from safetensors.numpy import save_file
 
     size, heads, kv_heads, dim, inner = 64, 4, 2, 32, 128
-    random = np.random.default_rng(seed)
-
-    def weight(*shape):
-        return (random.standard_normal(shape) * 1.5 / shape[-1] ** 0.5).astype(np.float32)
+    weight = random_weights(seed)
 
     tensors = {
         "model.embed_tokens.weight": weight(VOCABULARY, size),
@@ -75,10 +83,7 @@ def save_hybrid_model(folder, seed):
     from safetensors.numpy import save_file
 
     size, heads, kv_heads, dim, experts, inner = 64, 4, 2, 128, 2, 64
-    random = np.random.default_rng(seed)
-
-    def weight(*shape):
-        return (random.standard_normal(shape) * 1.5 / shape[-1] ** 0.5).astype(np.float32)
+    weight = random_weights(seed)
 
     kinds = ["linear_attention"] * 3 + ["full_attention"]
     tensors = {
