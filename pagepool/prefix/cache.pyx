@@ -216,14 +216,14 @@ cdef class PrefixCache:
 
     def match_held(self, BlockRefs held not None, tokens, cache_salt=None, extra_keys=(), is_use=True, reads=True):
         """Like `match_prefix`, but store the references in `held`, which must have the same allocator. Internal: if
-        `is_use` is false, blocks are not marked as used. If `is_use` or `reads` is false, the store is not read."""
+        `is_use` is false, blocks are not marked as used. If `reads` is false, the store is not read."""
         return self.match(tokens, cache_salt, extra_keys, False, held, is_use, reads)[0]
 
     cdef tuple match(
         self, tokens, cache_salt, extra_keys, bint in_part, BlockRefs held, bint is_use, bint reads=True
     ):
         """Return blocks and the number of tokens. Brings blocks from the store into the cache first."""
-        if self.link is None or not is_use:
+        if self.link is None or not (is_use or reads):
             return self.match_cached(tokens, cache_salt, extra_keys, in_part, held, is_use)
         keys, row = listed(extra_keys), token_row(tokens)
         self.follow()

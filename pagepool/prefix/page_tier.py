@@ -291,7 +291,7 @@ class PageTier:
         known, fresh = BlockRefs(self._allocator), BlockRefs(self._allocator)
         try:
             epoch = self._cache.epoch
-            before = self._cache.match_held(known, row, cache_salt, keys, is_use=False).tolist()
+            before = self._cache.match_held(known, row, cache_salt, keys, is_use=False, reads=False).tolist()
             blocks = [*before, *self._allocate(fresh, len(pages) - len(before))]
             for place in range(len(before), len(blocks)):
                 move_page(self._pages[blocks[place]], pages[place], into_page=True)

@@ -90,7 +90,7 @@ class StoreLink:
         if not found:
             return
         epoch = cache.epoch
-        before = cache.match_held(held, row[: known * size], **keys, is_use=False).tolist()
+        before = cache.match_held(held, row[: known * size], **keys, is_use=False, reads=False).tolist()
         if len(before) < known:  # another thread has evicted one meanwhile
             return
         blocks = _allocate(cache, fresh, len(found))

@@ -55,6 +55,8 @@ class Admission:
     that needs blocks which another request is computing is deferred until they are in the prefix cache, and later
     requests pass it. A request that did not fit is tried again when there is more room, when more of its prompt is
     cached, or when a sequence has left: this affects quotas and preempted sequences.
+
+    While other requests run, blocks in a store are read over several steps, before a request is admitted.
     """
 
     config: SchedulerConfig
@@ -88,6 +90,8 @@ class Admission:
                 waiting.defer(seq, *leader)
                 self.prefix.stop_at(*leader)
                 continue
+            if len(active) and self.prefix.load(seq):
+                return  # the next steps read the rest
             if not self._start(seq, now):
                 inserted = self.prefix.inserted  # read before the lookup: other threads may use the cache
                 self.refusal = Refusal(seq, active.num_gone, room, self.prefix.cached(seq), inserted)

@@ -33,6 +33,7 @@ NEEDED = (
     "match_held",
 )
 
+LOAD_BYTES = 8 << 20  # of pages that are read from a store in one step while other requests run: some 10 ms
 MOST_COMPARED = 16  # other prompts and other salts that are compared to explain a miss: 1 us for each request
 DISCARD = 2  # by how much a `discard` raises `PrefixCache.epoch`
 
@@ -55,6 +56,8 @@ class SequencePrefix:
         The cache has accepted all offered blocks.
     epoch : int
         `PrefixCache.epoch` before its first block was found or computed.
+    num_loaded : int
+        Its tokens in the cache before the last `PrefixAdapter.load`, over all groups. -1: nothing is being read.
     """
 
     key: bytes
@@ -63,6 +66,7 @@ class SequencePrefix:
     published: int = 0
     all_cached: bool = True
     epoch: int = 0
+    num_loaded: int = -1
 
     def fork(self) -> SequencePrefix:
         """Return a copy for a fork. The fork writes its own outputs into its own row."""
@@ -163,6 +167,33 @@ class PrefixAdapter:
         """Note that `seq` starts with an empty state and will compute all its blocks."""
         if self.cache is not None:
             seq._prefix.epoch = self.cache.epoch
+
+    def load(self, seq: Sequence) -> bool:
+        """Read the next blocks of `seq` from the store into the cache, `LOAD_BYTES` of each group at most.
+
+        Returns True if blocks were read: call it again, there may be more. Returns False if the store has no more of
+        them, or if the cache has not kept those of the last call: it has no room for more.
+        """
+        link = getattr(self.cache, "link", None)
+        if link is None or not seq.reads_cache:
+            return False
+        size = self._blocks.block_size
+        tokens = self._tokens(seq, (seq.total_tokens - 1) // size * size)
+        most = max(1, LOAD_BYTES // link.queue.page_bytes) * size
+        num_cached, has_read = 0, False
+        try:
+            for group, refs in enumerate(self._blocks.block_refs):
+                keys = self._keys(seq, group)
+                known = self.cache.cached_tokens(tokens, **keys)
+                num_cached += known
+                if link.has_next(self.cache, tokens, **keys):
+                    refs.match_prefix(self.cache, tokens[: known + most], **keys, is_use=False)
+                    has_read = True
+        finally:
+            self._blocks.give_back()
+        goes_on = has_read and num_cached > seq._prefix.num_loaded
+        seq._prefix.num_loaded = num_cached if goes_on else -1
+        return goes_on
 
     def adopt(self, seq: Sequence) -> bool:
         """Replace the blocks of `seq` by cached blocks if these hold more tokens. Leaves at least one token to compute.
