@@ -179,7 +179,7 @@ class PrefixAdapter:
             return False
         size = self._blocks.block_size
         tokens = self._tokens(seq, (seq.total_tokens - 1) // size * size)
-        most = max(1, LOAD_BYTES // link.queue.page_bytes) * size
+        most = max(1, LOAD_BYTES // max(1, link.queue.page_bytes)) * size  # Mamba-2 has pages without bytes
         num_cached, has_read = 0, False
         try:
             for group, refs in enumerate(self._blocks.block_refs):
