@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -125,6 +126,8 @@ class PagepoolConnector(KVConnectorBase_V1):
         # Used by the worker:
         self._rows: Rows = []
         self._failed: set[int] = set()
+        self._error: BaseException | None = None  # that the caller of the step handles
+        self._is_interrupted = False  # vLLM takes blocks as computed that are not
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -241,6 +244,11 @@ class PagepoolConnector(KVConnectorBase_V1):
             rows.append(layer.view(torch.uint8).numpy().reshape(num_blocks, size))
         self._rows = rows
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Begin a step."""
+        super().bind_connector_metadata(connector_metadata)
+        self._error = sys.exc_info()[1]
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy pages of the tier into blocks of vLLM."""
         for load in self._copies().loads:
@@ -259,7 +267,9 @@ class PagepoolConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         """Copy the blocks that the step has completed into the tier."""
-        if self._failed:  # the step computed with blocks that were not loaded
+        # vLLM calls this in `finally`, also if a signal or an error has ended the step before all layers were computed.
+        self._is_interrupted |= sys.exc_info()[1] is not self._error
+        if self._is_interrupted or self._failed:  # or the step computed with blocks that were not loaded
             return
         for save in self._copies().saves:
             self._tier.put(save.tokens, self._pages(save), cache_salt=save.cache_salt)

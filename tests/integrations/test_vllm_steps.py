@@ -13,6 +13,7 @@ import warnings
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
     from pagepool.integrations.vllm import PagepoolConnector
     from pagepool.prefix.page_store import PageStore
@@ -88,7 +90,7 @@ class Engine:
         self.memory = {name: torch.full(shape, GARBAGE, dtype=torch.float32) for name in LAYERS}
         self.worker.register_kv_caches(self.memory)
         self.free, self.count = list(range(1, NUM_BLOCKS)), 0
-        self.fail_next = False
+        self.fail_next = self.is_interrupted = False
 
     def values(self, request, end):
         """Return the number in the slot of each token."""
@@ -128,10 +130,21 @@ class Engine:
     def step(self, request, table, count):
         output = SimpleNamespace(num_scheduled_tokens={request.request_id: count}, kv_connector_block_state=table)
         copies = pickle.loads(pickle.dumps(self.scheduler.build_connector_meta(output)))
-        self.worker.bind_connector_metadata(copies)
         if self.fail_next and copies.loads:
             self.scheduler.reset_cache()
-        self.worker.start_load_kv(None)
+        step = SimpleNamespace(
+            kv_connector_metadata=copies, has_sync_kv_loads=bool(copies.loads), finished_req_ids=set()
+        )
+        with (
+            patch.object(runner, "get_kv_transfer_group", lambda: self.worker),
+            patch.object(runner, "get_forward_context", lambda: None),
+            runner.KVConnectorModelRunnerMixin._get_kv_connector_output(step) as result,
+        ):
+            self.compute(request, table, count, has_wrong_blocks=self.fail_next and copies.loads)
+        self.failed = result.invalid_block_ids
+        request.num_computed_tokens += count
+
+    def compute(self, request, table, count, has_wrong_blocks):
         [blocks] = table.get_block_ids()
         begin, end = request.num_computed_tokens, request.num_computed_tokens + count
         values = np.array(self.values(request, end), np.float32)
@@ -139,13 +152,11 @@ class Engine:
         blocks, slots = np.array(blocks, int)[places // BLOCK], places % BLOCK
         for number, name in enumerate(LAYERS):
             memory, wanted = self.memory[name].numpy(), (values + number)[:, None, None]
-            if not (self.fail_next and copies.loads):
+            if not has_wrong_blocks:
                 assert (memory[blocks[:begin], :, slots[:begin]] == wanted[:begin]).all(), "a wrong page"
+            if self.is_interrupted:
+                raise KeyboardInterrupt
             memory[blocks[begin:], :, slots[begin:]] = wanted[begin:]
-        self.worker.wait_for_save()
-        self.failed = self.worker.get_block_ids_with_load_errors()
-        self.worker.clear_connector_metadata()
-        request.num_computed_tokens = end
 
     def close(self):
         self.scheduler.shutdown()
@@ -214,6 +225,23 @@ def test_a_load_that_fails_is_reported_and_nothing_of_that_step_is_saved(name):
     engine.fail_next = False
     assert engine.run(tokens) == 0 and engine.failed == set() and engine.run(tokens) == 5 * BLOCK
     engine.close()
+
+
+def test_a_step_that_a_signal_ends_saves_nothing(name):
+    engine, tokens = Engine({"name": name, "bytes": BYTES}), list(range(5 * BLOCK + 3))
+    try:
+        raise LookupError
+    except LookupError:
+        engine.run(tokens[: 2 * BLOCK])  # a step may run while its caller handles an error
+    engine.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(tokens)
+    engine.is_interrupted = False
+    engine.run(tokens)  # vLLM could find blocks of the ended step in its own cache
+    other = Engine({"name": name, "bytes": BYTES})
+    assert other.run(tokens) == 2 * BLOCK
+    for one in (engine, other):
+        one.close()
 
 
 def test_requests_that_pages_cannot_tell_apart_are_computed_without_the_tier(name):
