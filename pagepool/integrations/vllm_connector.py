@@ -110,7 +110,7 @@ class PagepoolConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _refuse(vllm_config, kv_cache_config, self._unsupported_groups(kv_cache_config))
+        _refuse(type(self).__name__, vllm_config, kv_cache_config, self._unsupported_groups(kv_cache_config))
         self._kv_transfer_config.kv_load_failure_policy = "recompute"  # vLLM's default is to fail the request
         options = self._kv_transfer_config.kv_connector_extra_config
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -369,7 +369,7 @@ def _attention_group(kv_cache_config: Any) -> Any:
     return group
 
 
-def _refuse(config: Any, kv_cache_config: Any, groups: str | None) -> None:
+def _refuse(connector: str, config: Any, kv_cache_config: Any, groups: str | None) -> None:
     """Raise `ValueError` that names the first part that the connector does not support; `groups`: such groups."""
     num_workers, load_format = config.parallel_config.world_size, config.load_config.load_format
     dtype, layout = config.cache_config.cache_dtype, kv_cache_config.kv_cache_layout
@@ -385,7 +385,8 @@ def _refuse(config: Any, kv_cache_config: Any, groups: str | None) -> None:
         f"weights of load format {load_format}, which have no digest": load_format != "dummy",
         "weights that change while the engine runs": config.weight_transfer_config is None,
         f"the role {role}, only kv_both": role == "kv_both",
+        "models and poolers without prefix caching in vLLM": config.model_config.is_prefix_caching_supported,
     }
     for what, is_supported in supported.items():
         if not is_supported:
-            raise ValueError(f"PagepoolConnector does not support {what}")
+            raise ValueError(f"{connector} does not support {what}")

@@ -38,9 +38,14 @@ BYTES = (4 << 20) + 40 * 18_000  # 33 pages
 GARBAGE = 7e7
 
 
+def model_of(**changes):
+    model = {"model": "m", "dtype": torch.float32, "hf_overrides": {}, "is_prefix_caching_supported": True, **changes}
+    return SimpleNamespace(compute_hash=lambda: "hash", **model)
+
+
 def config_of(tier, **changes):
     """Return the fields of vLLM's configuration that the connector reads."""
-    model = SimpleNamespace(model="m", dtype=torch.float32, hf_overrides={}, compute_hash=lambda: "hash")
+    model = model_of()
     transfer = SimpleNamespace(kv_role="kv_both", kv_connector_extra_config={"weights": "a", **tier})
     config = {
         "model_config": model,
@@ -339,6 +344,7 @@ def test_other_parameters_find_nothing(name):
         ({"parallel_config": SimpleNamespace(world_size=2)}, ["2", "workers"]),
         ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, ["dtype", "fp8"]),
         ({"speculative_config": 1}, ["speculative"]),
+        ({"model_config": model_of(is_prefix_caching_supported=False)}, ["poolers"]),  # such as MEAN: all rows at once
         ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, ["asynchronous"]),
         ({"load_config": SimpleNamespace(load_format="dummy")}, ["dummy"]),
         ({"weight_transfer_config": 1}, ["weights"]),
@@ -346,7 +352,7 @@ def test_other_parameters_find_nothing(name):
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name, changes, words):
-    with refuses(ValueError, *words):
+    with refuses(ValueError, "PagepoolConnector", *words):
         PagepoolConnector(config_of({"name": name}, **changes), KVConnectorRole.SCHEDULER, caches_of())
 
 
