@@ -312,7 +312,7 @@ def verify(
     rows : Logits
         The logits of a step. Row `first` follows the last token of the request, and the next ones follow the drafts.
     largest : list of int
-        `rows.largest()`.
+        `rows.largest()`, or empty if the sampler did not take the largest before this step.
     first : int
         A row.
     drafts : list of int
@@ -332,7 +332,7 @@ def verify(
     """
     drawn: list[Drawn] = []
     for row in range(first, first + len(drafts) + 1):
-        if sampler.takes_largest and largest[row] >= 0:
+        if largest and sampler.takes_largest and largest[row] >= 0:
             token = sampler.take(largest[row])
             drawn.append((token, (None, {})))
         else:

@@ -33,6 +33,7 @@ PARAMS = {
     "stop string after some tokens": {**SAMPLED, "stop": ["a", "B"], "min_tokens": 9},
     "stop tokens": {**SAMPLED, "stop_token_ids": [50, 70, 90]},
     "stop tokens after some tokens": {**SAMPLED, "stop_token_ids": range(32, 64), "min_tokens": 12},
+    "greedy stop tokens after some tokens": {"stop_token_ids": range(32, 64), "min_tokens": 12},
     "no token left": {"bad_words": [chr(code) for code in range(33, 127) if code != 65] + [(32,), (65, 65, 65)]},
 }
 
