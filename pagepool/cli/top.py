@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import http.client
+import math
 import os
 import re
 import time
@@ -26,6 +28,7 @@ SAMPLE = re.compile(r"(\w+):(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 SYSTEMS = ("pagepool", "vllm")
 BAR = 24  # characters
+NAME = 19  # characters of the longest name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -135,7 +138,7 @@ def _bar(share: float | None) -> str:
     >>> _bar(0.5)
     '############............  50.0%'
     """
-    if share is None:
+    if share is None or math.isnan(share):
         return "-"
     full = round(min(max(share, 0.0), 1.0) * BAR)
     return f"{'#' * full}{'.' * (BAR - full)} {share:6.1%}"
@@ -200,7 +203,7 @@ def _misses(change: Change) -> Iterator[tuple[str, str, str]]:
     missed = change.now.by("prompt_tokens_missed", "reason")
     for reason, count in sorted(missed.items(), key=lambda one: -one[1]):
         rate = change.rate("prompt_tokens_missed", reason=reason)
-        yield f"missed: {printable(reason)}", _count(rate, " tokens/s"), f"{_count(count)} in all"
+        yield f"missed: {reason}", _count(rate, " tokens/s"), f"{_count(count)} in all"
 
 
 def rendered(before: Metrics, now: Metrics, url: str) -> Table:
@@ -209,12 +212,12 @@ def rendered(before: Metrics, now: Metrics, url: str) -> Table:
     from rich.text import Text
 
     title = f"pagepool top: {now.system} at {printable(url)}, last {now.time - before.time:.1f} s"
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
+    table = Table(title=Text(title), title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True, min_width=NAME)
     table.add_column(no_wrap=True, min_width=BAR + 8)
     table.add_column(style="dim", no_wrap=True)
     for row in rows(Change(before, now)):
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))  # labels of the server are among the cells
     return table
 
 
@@ -225,9 +228,9 @@ def _scrape(url: str, headers: dict[str, str]) -> Metrics:
             text = answer.read(MOST_BYTES).decode("utf-8", "replace")
         return Metrics.parse(text, time.monotonic())
     except urllib.error.URLError as error:
-        raise UsageError(f"{url}: {getattr(error, 'reason', error)}") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{url}: {error}") from None
+        raise UsageError(printable(f"{url}: {getattr(error, 'reason', error)}")) from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UsageError(printable(f"{url}: {error}")) from None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -258,7 +261,7 @@ def run(options: argparse.Namespace) -> None:
                 try:
                     now = _scrape(f"{url}/metrics", headers)
                 except UsageError as error:
-                    live.update(Text(f"pagepool top: {printable(str(error))}: trying again"), refresh=True)
+                    live.update(Text(f"pagepool top: {error}: trying again"), refresh=True)
                     continue
                 live.update(rendered(before, now, url), refresh=True)
                 before = now

@@ -2,7 +2,9 @@
 
 import io
 import re
+import socket
 import sys
+import threading
 
 import pytest
 
@@ -107,9 +109,9 @@ def scrape(text, seconds, changes=()):
     return Metrics.parse(text, seconds)
 
 
-def picture(before, now):
+def picture(before, now, width=110):
     """Return the lines of the picture by their names."""
-    console = Console(file=io.StringIO(), width=110, record=True)
+    console = Console(file=io.StringIO(), width=width, record=True)
     console.print(rendered(before, now, "http://here"))
     title, *lines = console.export_text().splitlines()
     cells = [re.split(r" {2,}", line.strip()) for line in lines]
@@ -164,9 +166,49 @@ def test_other_answers_are_refused(text):
 
 
 def test_control_characters_of_a_server_are_not_printed():
-    text = PAGEPOOL.replace('reason="short"', 'reason="\x1b[2J"')
-    _, lines = picture(scrape(text, 0.0), scrape(text, 1.0))
-    assert "\x1b" not in "".join(lines) and any("x1b" in name for name in lines)
+    for label in ('reason="short"', 'state="free"', 'tier="store"', 'event="written"'):
+        text = PAGEPOOL.replace(label, f'{label[:-1]}\x1b[2J"')
+        _, lines = picture(scrape(text, 0.0), scrape(text, 1.0))
+        assert "\x1b" not in str(lines.items()) and any("x1b" in " ".join(line) for line in lines.items())
+
+
+def test_a_value_that_is_no_number_is_shown_as_none():
+    text = PAGEPOOL.replace('_usage_perc{pool="kv"} 0.0', '_usage_perc{pool="kv"} NaN')
+    assert picture(scrape(text, 0.0), scrape(text, 1.0))[1]["KV in use"].startswith("- ")
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_a_narrow_terminal_shows_the_names(width):
+    _, lines = picture(scrape(PAGEPOOL, 0.0), scrape(PAGEPOOL, 1.0), width)
+    assert "generated tokens" in lines and "missed: never_seen" in lines
+
+
+@pytest.mark.parametrize("answer", [b"garbage\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"])
+def test_an_answer_that_is_not_http_is_one_line(answer, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def respond():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=respond)
+        thread.start()
+        assert main(["top", f"127.0.0.1:{server.getsockname()[1]}", "--once"]) == 2
+        thread.join()
+    assert re.fullmatch(r"pagepool: http://127.0.0.1:\d+/metrics: .+\n", capsys.readouterr().err)
+
+
+def test_an_address_in_brackets_is_shown():
+    console = Console(file=io.StringIO(), width=110, record=True)
+    console.print(rendered(scrape(PAGEPOOL, 0.0), scrape(PAGEPOOL, 1.0), "http://[fe80::1]:8000"))
+    assert "at http://[fe80::1]:8000, last" in console.export_text()
+
+
+def test_a_wrong_port_is_one_line(capsys):
+    assert main(["top", "127.0.0.1:port", "--once"]) == 2
+    assert "nonnumeric port: 'port'" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys):
