@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ NEEDED = (
     "match_held",
 )
 
-LOAD_BYTES = 8 << 20  # of pages that are read from a store in one step while other requests run: some 10 ms
+PART_BYTES = 8 << 20  # of pages that are read from a store at a time while other requests run: some 10 ms
 MOST_COMPARED = 16  # other prompts and other salts that are compared to explain a miss: 1 us for each request
 DISCARD = 2  # by how much a `discard` raises `PrefixCache.epoch`
 
@@ -57,7 +58,7 @@ class SequencePrefix:
     epoch : int
         `PrefixCache.epoch` before its first block was found or computed.
     num_loaded : int
-        Its tokens in the cache before the last `PrefixAdapter.load`, over all groups. -1: nothing is being read.
+        Its tokens in the cache before the last part was read, over all groups. -1: nothing is being read.
     """
 
     key: bytes
@@ -89,6 +90,7 @@ class PrefixAdapter:
         self.cache = cache
         self.checkpoints = checkpoints
         self._blocks: Any = blocks
+        self._load_end = 0.0  # time at which the last part was read
         if cache is None:
             return
         check_has(cache, (*NEEDED, "miss") if explains else NEEDED)
@@ -169,7 +171,7 @@ class PrefixAdapter:
             seq._prefix.epoch = self.cache.epoch
 
     def load(self, seq: Sequence) -> bool:
-        """Read the next blocks of `seq` from the store into the cache, `LOAD_BYTES` of each group at most.
+        """Read the next blocks of `seq` from the store into the cache: one part, or for as long as the last step took.
 
         Returns True if blocks were read: call it again, there may be more. Returns False if the store has no more of
         them, or if the cache has not kept those of the last call: it has no room for more.
@@ -177,9 +179,19 @@ class PrefixAdapter:
         link = getattr(self.cache, "link", None)
         if link is None or not seq.reads_cache:
             return False
+        begin = perf_counter()
+        seconds = begin - self._load_end if seq._prefix.num_loaded >= 0 else 0.0
+        while self._load_part(seq, link):
+            self._load_end = perf_counter()
+            if self._load_end - begin >= seconds:
+                return True
+        return False
+
+    def _load_part(self, seq: Sequence, link: Any) -> bool:
+        """Read `PART_BYTES` of each group, or one block."""
         size = self._blocks.block_size
         tokens = self._tokens(seq, (seq.total_tokens - 1) // size * size)
-        most = max(1, LOAD_BYTES // max(1, link.queue.page_bytes)) * size  # Mamba-2 has pages without bytes
+        most = max(1, PART_BYTES // max(1, link.queue.page_bytes)) * size  # Mamba-2 has pages without bytes
         num_cached, has_read = 0, False
         try:
             for group, refs in enumerate(self._blocks.block_refs):

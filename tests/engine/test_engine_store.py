@@ -57,22 +57,29 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """Return a function that starts an engine which reads two blocks in a step, and the tokens after a stored prompt.
+    """Return a function that starts an engine which reads two blocks at a time, and the tokens after a stored prompt.
 
-    `engine.reads` has the number of blocks of each read. `engine.at_read` is called after a step has read.
+    `engine.reads` has the number of blocks of each read. `engine.at_read` is called after a step has read. By the
+    engine's clock, reading two blocks takes a second, and a step of the model takes `engine.model_seconds`.
     """
     with Engine(FakeRunner(), store=tmp_path, store_bytes=STORE_BYTES) as engine:
         [(wanted, _)] = answers(engine, [LONG])
         page_bytes = engine.prefix_cache.link.queue.page_bytes
-    monkeypatch.setattr(prefix_adapter, "LOAD_BYTES", 2 * page_bytes)
+    monkeypatch.setattr(prefix_adapter, "PART_BYTES", 2 * page_bytes)
     read, load = PageFile.load, PrefixAdapter.load
 
     def start(**options):
-        engine = Engine(FakeRunner(**options), store=tmp_path, store_bytes=STORE_BYTES)
-        engine.reads, engine.at_read = [], lambda: None
+        seconds = [0.0]
+
+        def step(tokens):
+            seconds[0] += engine.model_seconds
+
+        engine = Engine(FakeRunner(fails=step, **options), store=tmp_path, store_bytes=STORE_BYTES)
+        engine.reads, engine.at_read, engine.model_seconds = [], lambda: None, 0.0
 
         def noted(file, entries, *more):
             engine.reads.append(len(entries))
+            seconds[0] += len(entries) / 2
             return read(file, entries, *more)
 
         def loaded(adapter, seq):
@@ -83,6 +90,7 @@ def stored(tmp_path, monkeypatch):
 
         monkeypatch.setattr(PageFile, "load", noted)
         monkeypatch.setattr(PrefixAdapter, "load", loaded)
+        monkeypatch.setattr(prefix_adapter, "perf_counter", lambda: seconds[0])
         return engine
 
     return start, wanted
@@ -105,6 +113,15 @@ def test_steps_of_other_requests_read_a_few_blocks_each(stored):
         engine.reset_prefix_cache()
     with Engine(FakeRunner()) as engine:
         assert answers(engine, [[9, 9, 9]])[0][0] == other[: PARAMS.max_new_tokens]
+
+
+def test_long_steps_read_for_as_long_as_a_step_takes(stored):
+    start, wanted = stored
+    with start() as engine:
+        counts = []
+        engine.model_seconds, engine.at_read = 4.0, lambda: counts.append(sum(engine.reads))
+        generation, found, _ = beside_another(engine, LONG)
+        assert (found, generation.num_cached) == (wanted, 100) and counts == [2, 10, 18]
 
 
 def test_a_prompt_that_nothing_runs_beside_is_read_at_once(stored):

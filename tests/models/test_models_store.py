@@ -38,7 +38,7 @@ def answers(engine):
 
 @pytest.mark.parametrize("family", each(["Llama", "Gemma3", "DeepseekV3", "Gemma4", *RECURRENT]))
 def test_an_engine_with_the_store_of_another_one_generates_the_same_tokens(family, tmp_path, monkeypatch):
-    monkeypatch.setattr(prefix_adapter, "LOAD_BYTES", 1)  # a step reads one block of each group beside other requests
+    monkeypatch.setattr(prefix_adapter, "PART_BYTES", 1)  # one block of each group at a time
     with Engine(tiny_model(family)) as engine:
         wanted, _ = answers(engine)
     for cached in ([0, 0, 0, 0], [64, 32, 128, 0]):
