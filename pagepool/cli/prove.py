@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pagepool.cli.output import STDOUT, check_writable, show, written_to
+from pagepool.cli.output import STDOUT, check_writable, printable, show, written_to
 from pagepool.cli.prove_endpoint import Endpoint, Gone
 from pagepool.cli.prove_patterns import PATTERNS, Alarm, Prover
 from pagepool.cli.usage import UsageError, between, file_name
@@ -95,7 +95,7 @@ def _ask(prover: Prover, seconds: float, restarts: bool) -> Alarm | None:
         raise UsageError(f"the server does not answer: {gone}") from None
     answers = f"{endpoint.top} log probabilities" if endpoint.top else "texts without log probabilities"
     cold = f"{endpoint.cold} skips the cache" if endpoint.cold else "no field skips the cache"
-    _say(f"{endpoint.model}, {endpoint.path}: {answers}, {cold}; {prover.num_words} words")
+    _say(f"{printable(endpoint.model)}, {endpoint.path}: {answers}, {cold}; {prover.num_words} words")
     end = time.monotonic() + seconds
     reported = time.monotonic()
     done: set[str] = set()
@@ -134,7 +134,7 @@ def _result(prover: Prover, alarm: Alarm | None, seed: int, seconds: float) -> d
     is_near = largest <= separation.between / 2 and not prover.suspects
     tells = separation.sees and is_near if endpoint.top else told > answers / 2
     return {
-        "verdict": "wrong" if alarm else "right" if tells else "unknown",
+        "verdict": "wrong" if alarm else "right" if tells and not _unanswered(prover) else "unknown",
         "sentence": str(alarm) if alarm else None,
         "fault": alarm.about if alarm else None,
         "url": endpoint.url,
@@ -164,7 +164,7 @@ def _print(prover: Prover, result: dict[str, Any]) -> None:
         f"two prompts are {separation.between:.3g} apart (median), right answers to one up to "
         f"{separation.noise:.3g}; failed requests: {result['errors']:,}"
     )
-    show(f"{result['url']} serves {result['model']}", header, rows, below)
+    show(f"{result['url']} serves {printable(result['model'])}", header, rows, below)
     if result["verdict"] == "wrong":
         print(f"WRONG: {result['sentence']}")
     elif result["verdict"] == "right":
@@ -176,8 +176,16 @@ def _print(prover: Prover, result: dict[str, Any]) -> None:
         print(f"UNKNOWN: {_reason(prover)}")
 
 
+def _unanswered(prover: Prover) -> list[str]:
+    """Return the patterns of which all requests have failed."""
+    asked = [name for name in PATTERNS if name != "salts" or prover.endpoint.has_salts]
+    return [name for name in asked if name not in prover.tallies or not prover.tallies[name].answers]
+
+
 def _reason(prover: Prover) -> str:
     separation = prover.separation
+    if names := _unanswered(prover):
+        return f"no request of these patterns was answered: {', '.join(names)}"
     if not prover.endpoint.top:
         return (
             "without log probabilities only told secrets are seen, and most answers told no secret, not even their own"

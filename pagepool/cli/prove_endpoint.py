@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from pagepool.cli.output import printable
 from pagepool.cli.prove_oracle import Answer
 from pagepool.cli.usage import UsageError
 
@@ -43,6 +45,7 @@ class Endpoint:
         self.cold = ""  # field that makes the server compute a prompt without its cache: echo, cache_prompt, cache_salt
         self.has_salts = False
         self.errors = 0
+        self.answers = 0  # requests that were answered by `ask`
         self._salts = itertools.count()
         self._salt = f"prove-{time.time_ns():x}"
 
@@ -53,16 +56,18 @@ class Endpoint:
         tried += [("chat/completions", {"logprobs": True, "top_logprobs": n} if n else {}, n) for n in (20, 5, 0)]
         for self.path, fields, self.top in tried:
             status, found = self._post(self._body(SHORT, 2) | fields)
-            if status == 200 and (not self.top or self._answer(found, 0.0, False).tops):
+            answer = self._answer(found, 0.0, False) if status == 200 else None
+            if answer is not None and (answer.tops or not self.top):
                 break
         else:
-            raise UsageError(f"{self.url}: answers status {status} to completions and chats: {found}")
+            raise UsageError(f"{self.url}: answers status {status} to completions and chats: {_quoted(found)}")
         # A server that ignores unknown fields takes a number too.
         self.has_salts = self._post(self._body(SHORT, 1) | {"cache_salt": 5})[0] in (400, 422)
         self.has_salts &= self._post(self._body(SHORT, 1) | {"cache_salt": self.new_salt()})[0] == 200
         if self.path == "completions" and self.top:
             status, found = self._post(self._body(SHORT, 2) | {"echo": True})
-            if status == 200 and found["choices"][0]["text"].startswith(SHORT):
+            answer = self._answer(found, 0.0, True) if status == 200 else None
+            if answer is not None and found["choices"][0]["text"].startswith(SHORT):
                 self.cold = "echo"
         if not self.cold and self._status("/props") == 200:
             self.cold = "cache_prompt"  # llama-server
@@ -79,8 +84,8 @@ class Endpoint:
         try:
             while (answer := self._client.get("models")).status_code == 503 and time.monotonic() < end:
                 time.sleep(0.2)  # a server that loads its model
-        except httpx.TransportError as error:
-            raise UsageError(f"{self.url}: {error}") from None
+        except httpx.RequestError as error:
+            raise UsageError(printable(f"{self.url}: {error}")) from None
         except httpx.InvalidURL as error:
             raise UsageError(str(error)) from None
         try:
@@ -95,7 +100,7 @@ class Endpoint:
             return True
         if status in (400, 413, 422, 500):
             return False
-        raise UsageError(f"{self.url}: status {status}: {found}")
+        raise UsageError(f"{self.url}: status {status}: {_quoted(found)}")
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +116,8 @@ class Endpoint:
     ) -> Answer | None:
         """Return the greedy answer, or None if the request failed with an error of the server.
 
-        Raises `Gone` if the server does not answer, and `UsageError` if it refuses the request.
+        Raises `Gone` if the server does not answer, and `UsageError` if it refuses the request or answers with anything
+        but a completion.
         """
         body = self._body(text, num_tokens or self.num_tokens)
         if cold and self.cold:
@@ -123,7 +129,11 @@ class Endpoint:
             began = time.monotonic()
             status, found = self._post(body)
             if status == 200:
-                return self._answer(found, time.monotonic() - began, "echo" in body)
+                answer = self._answer(found, time.monotonic() - began, "echo" in body)
+                if answer is None:
+                    raise UsageError(f"{self.url}: status 200 without a completion: {_quoted(found)}")
+                self.answers += 1
+                return answer
             if status in (429, 503) and began < end:
                 time.sleep(0.2)
             elif status == 503:
@@ -132,7 +142,7 @@ class Endpoint:
                 self.errors += 1
                 return None
             else:
-                raise UsageError(f"{self.url}: status {status}: {found}")
+                raise UsageError(f"{self.url}: status {status}: {_quoted(found)}")
 
     def cancel(self, text: str, seconds: float) -> None:
         """Send a request and close the connection after some seconds."""
@@ -141,7 +151,7 @@ class Endpoint:
         try:
             body = {**self._body(text, 64), "stream": True}
             self._client.post(self.path, json=body, timeout=httpx.Timeout(30.0, read=max(seconds, 0.001)))
-        except httpx.ReadTimeout:
+        except (httpx.ReadTimeout, httpx.DecodingError):
             return  # as wanted: httpx closes the connection
         except httpx.TransportError as error:
             raise Gone(str(error)) from None
@@ -156,7 +166,7 @@ class Endpoint:
         try:
             url = self._client.base_url.join(path) if path.startswith("/") else path
             return int(self._client.get(url).status_code)
-        except httpx.TransportError:
+        except httpx.RequestError:
             return 0
 
     def _body(self, text: str, num_tokens: int) -> dict[str, Any]:
@@ -167,16 +177,28 @@ class Endpoint:
         return body | ({"logprobs": True, "top_logprobs": self.top} if self.top else {})
 
     def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """Return the status, and the JSON object of an answer or the beginning of the text of an error."""
+        """Return the status, and what JSON an answer has, or its text."""
         import httpx
 
         try:
             answer = self._client.post(self.path, json=body)
-            return answer.status_code, answer.json() if answer.status_code == 200 else answer.text[:200]
+        except httpx.DecodingError as error:
+            return 200, str(error)
         except httpx.TransportError as error:
-            raise Gone(f"{type(error).__name__}: {error}") from None
+            raise Gone(printable(f"{type(error).__name__}: {error}")) from None
+        try:
+            return answer.status_code, answer.json() if answer.status_code == 200 else answer.text
+        except ValueError:
+            return answer.status_code, answer.text
 
-    def _answer(self, found: dict[str, Any], seconds: float, is_echo: bool) -> Answer:
+    def _answer(self, found: Any, seconds: float, is_echo: bool) -> Answer | None:
+        """Read an answer. None if it is no completion, which any server may send."""
+        try:
+            return self._completion(found, seconds, is_echo)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return None
+
+    def _completion(self, found: Any, seconds: float, is_echo: bool) -> Answer:
         choice = found["choices"][0]
         usage = found.get("usage") or {}
         text = choice["text"] if "text" in choice else choice["message"].get("content") or ""
@@ -185,6 +207,8 @@ class Endpoint:
             own = int(usage["completion_tokens"])
             tokens, tops = tokens[len(tokens) - own :], tops[len(tops) - own :]
             text = "".join(tokens)
+        if not isinstance(text, str) or any(math.isnan(value) for top in tops for value in top.values()):
+            raise ValueError("no text, or a log probability that is no number")
         details = usage.get("prompt_tokens_details") or {}
         return Answer(text, tokens, tops, details.get("cached_tokens"), usage.get("prompt_tokens"), seconds)
 
@@ -197,3 +221,7 @@ def _log_probabilities(found: dict[str, Any]) -> tuple[tuple[str, ...], tuple[di
         return tuple(place["token"] for place in places), tops
     tokens, tops = found.get("tokens") or (), found.get("top_logprobs") or ()
     return tuple(tokens), tuple({token: float(value) for token, value in (top or {}).items()} for top in tops)
+
+
+def _quoted(found: Any) -> str:
+    return printable(str(found)[:200])

@@ -110,13 +110,25 @@ class Prover:
             self.tallies.setdefault(name, Tally()).seconds += time.monotonic() - began
 
     def _through_restarts(self, step: Callable[[Prover], None]) -> None:
-        """Run a step. Each time the server goes away, wait for it and ask the last prompts again."""
+        """Run a step. Each time the server goes away, wait for it and ask the last prompts again.
+
+        Raises `UsageError` if the server is there and answers no prompt for as long.
+        """
+        answers, end = -1, 0.0
         while True:
             try:
                 return step(self)
             except Gone as gone:
+                if self.endpoint.answers == answers:
+                    if time.monotonic() > end:
+                        raise UsageError(
+                            f"the server lists its models, but answered no prompt for {self.wait:.0f} seconds: {gone}"
+                        ) from None
+                    time.sleep(1.0)
                 self.say(f"the server does not answer ({gone}): waiting up to {self.wait:.0f} seconds until it is back")
                 self._wait_until_back()
+                if self.endpoint.answers > answers:
+                    answers, end = self.endpoint.answers, time.monotonic() + self.wait
                 step = Prover._after_restart
 
     def ask_for_restart(self) -> None:

@@ -16,9 +16,11 @@ from test_serve import serving  # noqa: E402
 import pagepool.prefix.cache as cache_module  # noqa: E402
 from pagepool import PrefixCache  # noqa: E402
 from pagepool.cli import main  # noqa: E402
+from pagepool.cli.prove import _reason, _result  # noqa: E402
 from pagepool.cli.prove_endpoint import Endpoint  # noqa: E402
 from pagepool.cli.prove_oracle import NUM_SEGMENTS, Answer, distance, new_group, spliced, told_secret  # noqa: E402
 from pagepool.cli.prove_patterns import PATTERNS, Alarm, Prover  # noqa: E402
+from pagepool.cli.usage import UsageError  # noqa: E402
 
 TOKENS = [f"t{i}" for i in range(12)]
 
@@ -113,6 +115,7 @@ class Server:
         self.random = random.Random(3)
         self.is_gone = 0  # requests that are refused
         self.to_come = 0  # requests until it goes away
+        self.reply = None  # a function from a request to another answer to prompts, or an exception
         self.asked = []
         self.path = "/v1/completions"
 
@@ -126,6 +129,8 @@ class Server:
             return httpx.Response(200, json={"data": [{"id": "fake"}]})
         if request.url.path != self.path:
             return httpx.Response(404)
+        if self.reply is not None:
+            return self.reply(request)
         body = json.loads(request.content)
         if "messages" in body:
             body["prompt"] = body["messages"][0]["content"]
@@ -267,6 +272,70 @@ def test_old_keys_after_a_restart_are_found():
     server.is_gone = 1
     with pytest.raises(Alarm, match="pattern restart"):
         prover.run("concurrent")
+
+
+def test_a_server_that_lists_its_models_and_drops_all_prompts_ends_the_command():
+    def drop(request):
+        raise httpx.ReadError("dropped", request=request)
+
+    server = Server(fields=("echo",))
+    prover = server.prover()
+    server.reply, prover.wait = drop, 0.0
+    with pytest.raises(UsageError, match="answered no prompt for 0 seconds: ReadError: dropped"):
+        prover.run("repeat")
+
+
+LOG_PROBABILITIES = {"tokens": ["t1"], "top_logprobs": [{"t1": None}]}
+NO_COMPLETIONS = [
+    b"<html>\x1b[2J",
+    b"[]",
+    b"null",
+    b'{"error": "busy"}',
+    b'{"choices": []}',
+    b'{"choices": [5]}',
+    b'{"choices": [{"text": null}]}',
+    b'{"choices": [{"text": "a", "logprobs": "b"}]}',
+    json.dumps({"choices": [{"text": "a", "logprobs": LOG_PROBABILITIES}]}).encode(),
+    b'{"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": NaN}]}}]}',
+]
+
+
+@pytest.mark.parametrize("content", NO_COMPLETIONS)
+def test_an_answer_that_is_no_completion_is_one_sentence(content):
+    server = Server()
+    prover = server.prover()
+    server.reply = lambda request: httpx.Response(200, content=content)
+    with pytest.raises(UsageError, match="status 200 without a completion: ") as found:
+        prover.run("repeat")
+    assert str(found.value).isprintable()
+    with pytest.raises(UsageError, match="to completions and chats: "):
+        prover.endpoint.probe()
+
+
+def test_an_answer_with_a_wrong_encoding_is_one_sentence():
+    server = Server()
+    prover = server.prover()
+    server.reply = lambda request: httpx.Response(
+        200, headers={"content-encoding": "gzip"}, stream=httpx.ByteStream(b"text")
+    )
+    with pytest.raises(UsageError, match="status 200 without a completion: Error"):
+        prover.run("repeat")
+    prover.endpoint.cancel("text", 1.0)
+
+
+def test_patterns_without_an_answer_leave_the_verdict_unknown():
+    server = Server(fields=("echo",))
+    prover = server.prover()
+    prover.run("repeat")
+    server.reply = lambda request: httpx.Response(500)
+    for name in PATTERNS:
+        prover.run(name)
+    assert _result(prover, None, 5, 1.0)["verdict"] == "unknown"
+    assert _reason(prover) == "no request of these patterns was answered: concurrent, cancelled, pressed"
+    server.reply = None
+    for name in PATTERNS:
+        prover.run(name)
+    assert _result(prover, None, 5, 1.0)["verdict"] == "right"
 
 
 # The oracle.
