@@ -177,7 +177,7 @@ def _print(prover: Prover, result: dict[str, Any]) -> None:
 
 
 def _unanswered(prover: Prover) -> list[str]:
-    """Return the patterns of which all requests have failed."""
+    """Return the patterns that got no answer."""
     asked = [name for name in PATTERNS if name != "salts" or prover.endpoint.has_salts]
     return [name for name in asked if name not in prover.tallies or not prover.tallies[name].answers]
 

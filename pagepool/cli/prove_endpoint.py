@@ -192,7 +192,7 @@ class Endpoint:
             return answer.status_code, answer.text
 
     def _answer(self, found: Any, seconds: float, is_echo: bool) -> Answer | None:
-        """Read an answer. None if it is no completion, which any server may send."""
+        """Read an answer. Return None if it is not a completion: any server may send anything."""
         try:
             return self._completion(found, seconds, is_echo)
         except (LookupError, TypeError, ValueError, AttributeError):
@@ -208,7 +208,7 @@ class Endpoint:
             tokens, tops = tokens[len(tokens) - own :], tops[len(tops) - own :]
             text = "".join(tokens)
         if not isinstance(text, str) or any(math.isnan(value) for top in tops for value in top.values()):
-            raise ValueError("no text, or a log probability that is no number")
+            raise ValueError("the text is missing, or a log probability is NaN")
         details = usage.get("prompt_tokens_details") or {}
         return Answer(text, tokens, tops, details.get("cached_tokens"), usage.get("prompt_tokens"), seconds)
 

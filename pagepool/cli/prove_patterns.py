@@ -112,7 +112,7 @@ class Prover:
     def _through_restarts(self, step: Callable[[Prover], None]) -> None:
         """Run a step. Each time the server goes away, wait for it and ask the last prompts again.
 
-        Raises `UsageError` if the server is there and answers no prompt for as long.
+        Raises `UsageError` if the server lists its models for `wait` seconds without an answer to a prompt.
         """
         answers, end = -1, 0.0
         while True:
