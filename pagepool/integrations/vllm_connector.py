@@ -37,6 +37,7 @@ __all__ = ["PagepoolConnector"]
 
 OPTIONS = {"name", "bytes", "store", "store_bytes", "weights"}
 LAYOUT = "LBHNC"  # each layer has a region of its own, and each block is contiguous in it
+NULL_BLOCK = 0  # vLLM's block for a state without memory: such a copy is not made
 FLUSH_SECONDS = 10.0  # how long the end of an engine may wait for the store
 
 Rows = list[NDArray[np.uint8]]  # the blocks of each layer as bytes, (num_blocks, bytes of a block)
@@ -253,7 +254,7 @@ class PagepoolConnector(KVConnectorBase_V1):
         """Copy pages of the tier into blocks of vLLM."""
         for load in self._copies().loads:
             with self._tier.match(load.tokens, cache_salt=load.cache_salt) as found:
-                if found.num_tokens < len(load.tokens):
+                if found.num_tokens < len(load.tokens) or NULL_BLOCK in load.state_ids:
                     self._fail(load)
                 else:
                     pages = self._pages(load)
@@ -272,7 +273,8 @@ class PagepoolConnector(KVConnectorBase_V1):
         if self._is_interrupted or self._failed:  # or the step computed with blocks that were not loaded
             return
         for save in self._copies().saves:
-            self._tier.put(save.tokens, self._pages(save), cache_salt=save.cache_salt)
+            if NULL_BLOCK not in save.state_ids:
+                self._tier.put(save.tokens, self._pages(save), cache_salt=save.cache_salt)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded in this step. vLLM computes them again."""

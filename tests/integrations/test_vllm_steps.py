@@ -26,10 +26,12 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm.v1.attention.backends.cpu_attn", reason=whole, exc_type=ImportError)
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
     from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 
-    from pagepool.integrations.vllm import PagepoolConnector
+    from pagepool.integrations.vllm import PagepoolConnector, PagepoolHybridConnector
+    from pagepool.integrations.vllm_connector import BlockCopy, _Copies
     from pagepool.prefix.page_store import PageStore
 
 BLOCK, NUM_BLOCKS, LAYERS = 16, 40, ("first", "second")
@@ -247,6 +249,32 @@ def test_a_step_that_a_signal_ends_saves_nothing(name):
     assert other.run(tokens) == 2 * BLOCK
     for one in (engine, other):
         one.close()
+
+
+def test_states_without_memory_are_neither_loaded_nor_saved(name):
+    states = MambaSpec(
+        BLOCK, ((2048,),), (torch.float32,), mamba_cache_mode="align", mamba_type=MambaAttentionBackendEnum.GDN_ATTN
+    )
+    caches = caches_of()
+    caches.hash_block_size = BLOCK
+    caches.kv_cache_groups.append(SimpleNamespace(layer_names=("third", "fourth"), kv_cache_spec=states))
+    worker = PagepoolHybridConnector(config_of({"name": name, "bytes": BYTES}), KVConnectorRole.WORKER, caches)
+    memory = {layer: torch.ones(NUM_BLOCKS, 2048) for layer in (*LAYERS, "third", "fourth")}
+    worker.register_kv_caches(memory)
+    tokens = np.arange(2 * BLOCK, dtype=np.int32)  # of a block, and of the states after it
+
+    def step(**copies):
+        worker.bind_connector_metadata(_Copies(**copies))
+        worker.start_load_kv(None)
+        worker.wait_for_save()
+        return worker.get_transfer_results(set())
+
+    step(saves=[BlockCopy("saved", tokens, None, [1], [0])])
+    step(saves=[BlockCopy("saved", tokens, "tenant", [1], [2])])
+    results = step(loads=[BlockCopy("null", tokens, "tenant", [3], [0]), BlockCopy("none", tokens, None, [3], [4])])
+    assert results.failed_recving == results.finished_recving == {"null", "none"}
+    assert step(loads=[BlockCopy("loaded", tokens, "tenant", [3], [4])]).failed_recving == set()
+    worker.shutdown()
 
 
 def test_requests_that_pages_cannot_tell_apart_are_computed_without_the_tier(name):
