@@ -61,9 +61,12 @@ class PagepoolHybridConnector(PagepoolConnector, SupportsHMA):
         most = (request.num_tokens - 1) // self._size  # vLLM must compute one token
         match, _ = self._matches.pop(request.request_id, (None, 0))
         end = self._ends.pop(request.request_id, most)
+        tokens = super()._tokens(request, end)  # once: a list takes longer to convert than to look up
         while match is not None or end > first:
             if match is None:
-                match = self._tier.submit_match(self._tokens(request, end), cache_salt=request.cache_salt)
+                match = self._tier.submit_match(
+                    self._with_states(tokens[: end * self._size]), cache_salt=request.cache_salt
+                )
             is_found = match.done() and match.result().num_tokens == (end + num_states) * self._size
             if not match.done() or (is_found and end > first):
                 self._matches[request.request_id], self._ends[request.request_id] = (match, first), end
@@ -91,8 +94,10 @@ class PagepoolHybridConnector(PagepoolConnector, SupportsHMA):
         return self.request_finished(request, block_ids[self._attention])
 
     def _tokens(self, request: Any, num_blocks: int) -> NDArray[np.int32]:
-        states = np.full(len(self._states) * self._size, STATE_TOKEN, np.int32)
-        return np.concatenate([super()._tokens(request, num_blocks), states])
+        return self._with_states(super()._tokens(request, num_blocks))
+
+    def _with_states(self, tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.concatenate([tokens, np.full(len(self._states) * self._size, STATE_TOKEN, np.int32)])
 
     def _end_of_save(self, num_tokens: int) -> int:
         return num_tokens // self._size if num_tokens % self._size == 0 else 0  # states of other steps are overwritten
