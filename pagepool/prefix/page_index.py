@@ -211,6 +211,10 @@ class PageIndex:
             next_slot = part[1]
         return slots if next_slot == NO_SLOT and len(slots) == count else None
 
+    def is_behind(self) -> bool:
+        """Return whether `refresh` would read all records. Raises `OSError`."""
+        return (self._read_count() - self._count) % COUNTS >= RING
+
     def refresh(self, num_slots: int) -> None:
         """Follow the process that writes: read the records that it has changed since the last call."""
         count = self._read_count()

@@ -15,19 +15,11 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from pagepool._arguments import integer
+from pagepool._arguments import integer, wrong
 from pagepool.errors import refuse_copy
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.page_file import Page, PageFile
-from pagepool.prefix.page_index import (
-    ID_BYTES,
-    SEED_BYTES,
-    SUM_BYTES,
-    Entry,
-    PageIndex,
-    PageSum,
-    head_of,
-)
+from pagepool.prefix.page_index import ID_BYTES, SEED_BYTES, SUM_BYTES, Entry, PageIndex, PageSum, head_of
 from pagepool.prefix.store_files import bytes_for, close_all, open_reader, open_writer, slots_within
 from pagepool.prefix.store_folder import bytes_on_disk, claim, lock, reserve, unlock
 
@@ -39,10 +31,12 @@ __all__ = ["PageStore"]
 logger = logging.getLogger("pagepool")
 
 STEPS = 64  # number of steps in which the page file grows to its limit
+MOST_STEP = 1 << 16  # slots: a step takes memory and time for each
 GROWTH_SECONDS = 1.0  # time after which a store asks again, if the bound of the directory has stopped its growth
 READER_SECONDS = 1.0  # how long a reader waits for the writer to create its files, if both start at once
 MOST_NOTES = 64  # uses that wait for the next batch
 HEAD_SIZE = len(head_of(bytes(SEED_BYTES), bytes(SUM_BYTES), 0))
+COUNTS = ("found", "found_blocks", "written", "refused", "evicted", "dropped", "failed", "read_bytes", "written_bytes")
 CANNOT_READ, CANNOT_WRITE = "a page cannot be read", "pages cannot be written"
 NO_ROOM, NO_WRITER = "a page finds no room", "it only reads"
 
@@ -64,17 +58,17 @@ class PageStore:
     to be synced. The first process that opens a store writes to it, and other processes read. If the writer ends, the
     next call of another process that writes takes its place. A full store drops the page that was used longest ago, but
     no page before its children. If the disk is full or fails, the logger "pagepool" gets one line, and pages are not
-    found or not kept. No call waits for another process. Any thread may call it. After a fork, the store finds nothing
-    in the child.
+    found or not kept. No call waits for another process, except `put` for 2 ms while the files of a store in the same
+    directory grow. Any thread may call it. After a fork, the store finds nothing in the child.
 
     Parameters
     ----------
     path : str or path-like
         A directory, created if needed. Each fingerprint has its own directory in it.
     max_bytes : int
-        Limit in bytes of the directory, over all fingerprints. Stores of other fingerprints are removed to make room,
-        unless a process writes to them or has done so in the last ten minutes. If the limit is lower than before, pages
-        are dropped.
+        Limit in bytes of the directory, over all fingerprints. Stores of other fingerprints that no process has open
+        are removed to make room. Stores that were written to in the last ten minutes are removed only if this one has
+        less than a 64th of the limit. If the limit is lower than before, pages are dropped.
     fingerprint : Fingerprint
         Identifies everything that pages depend on besides their keys, and has the size of most pages.
 
@@ -121,18 +115,7 @@ class PageStore:
         self._hidden_parents: set[bytes] = set()
         self._hides_all = False
         self._faults: set[str] = set()  # logged, and not seen to be over
-        names = (
-            "found",
-            "found_blocks",
-            "written",
-            "refused",
-            "evicted",
-            "dropped",
-            "failed",
-            "read_bytes",
-            "written_bytes",
-        )
-        self._counts = dict.fromkeys(names, 0)
+        self._counts = dict.fromkeys(COUNTS, 0)
         self._index: PageIndex | None = None
         self._pages: PageFile | None = None
         self._files: list[int] = []  # descriptors of the index and of the pages, until `close`
@@ -169,7 +152,9 @@ class PageStore:
     def _take_over(self) -> bool:
         """Become the process that writes, unless another process is. Returns whether this process writes."""
         if self._lock >= 0:
-            return True
+            if os.path.exists(self.folder / "index"):
+                return True
+            self._close_lock()  # the files were removed: begin them again
         if not self._may_write or self._is_closed:
             return False
         try:
@@ -270,7 +255,10 @@ class PageStore:
     # Keys. `PrefixStore` has ids of its own.
 
     def _id(self, key: bytes) -> bytes:
-        return blake2b(key, digest_size=ID_BYTES, key=self.seed).digest()
+        try:
+            return blake2b(key, digest_size=ID_BYTES, key=self.seed).digest()
+        except TypeError:
+            raise wrong("key", "bytes", key) from None
 
     def put(self, key: bytes, page: Any, parent: bytes | None = None) -> bool:
         """Write a page. If the store has this key already, it is only marked as used. Does not raise `OSError`.
@@ -338,6 +326,17 @@ class PageStore:
                 return None
         return self._index
 
+    def is_behind(self) -> bool:
+        """Return whether a look-up reads the whole index, or waits for a thread that does. Waits 2 ms at most."""
+        if self.is_inherited or not self._look_up.acquire(timeout=0.002):
+            return not self.is_inherited
+        try:
+            return self._index is not None and self._lock < 0 and self._index.is_behind()
+        except OSError:
+            return False  # the look-up logs it
+        finally:
+            self._look_up.release()
+
     def _is_hidden(self, entry: Entry) -> bool:
         if self._refused.get(entry.id) is entry:
             return True
@@ -387,7 +386,7 @@ class PageStore:
                 self._note_use(name)
 
     def _note_use(self, name: bytes) -> None:
-        if self._lock >= 0:  # a reader never writes it down
+        if self._lock >= 0 and self._index is not None and name in self._index.entries:  # a reader never writes it
             self._used.add(name)
 
     @property
@@ -440,7 +439,11 @@ class PageStore:
 
     def _refuse(self, entry: Entry) -> None:
         with self._look_up:
-            self._refused[entry.id] = entry
+            index = self._current()
+            if index is None or index.entries.get(entry.id) is not entry:
+                return  # it was dropped during the read
+            kept = {id_: each for id_, each in self._refused.items() if index.entries.get(id_) is each}
+            self._refused = {**kept, entry.id: entry}
             self._counts["refused"] += 1
 
     # Changes.
@@ -478,17 +481,19 @@ class PageStore:
         """Write a batch; return how many of the pages the store had already."""
         index, _ = self._open()
         with self._look_up:
-            marks, refused = self._used.union(used), dict(self._refused)
+            uses, refused = self._used.union(used), dict(self._refused)
             self._used = set()
         entries = index.entries
         self._drop([id_ for id_, entry in refused.items() if entries.get(id_) is entry], is_kept=False)
         with self._look_up:
             self._refused = {id_: entry for id_, entry in self._refused.items() if refused.get(id_) is not entry}
         fresh = {page.id: page for page in pages if page.id not in entries}
-        marks.update(page.id for page in pages if page.id not in fresh)
+        marks = {page.id for page in pages if page.id not in fresh}
         marks.update(page.parent for page in fresh.values())
-        if not (fresh or marks):
+        if not (fresh or marks or uses):
             return 0
+        self._mark(uses)
+        self._tick += 1  # pages that were used before the batch can be dropped for it
         self._mark(marks)
         num_known = len(pages) - len(fresh)
         changed: list[int] = []
@@ -525,6 +530,8 @@ class PageStore:
         while len(index.free) < count:
             if self._grow(count - len(index.free)):
                 continue
+            if count > index.num_slots:
+                return None
             with self._look_up:
                 victims = index.oldest(self._tick, 1)
             if not victims:
@@ -537,11 +544,13 @@ class PageStore:
         """Let the page file grow by `count` slots at least, if the bound allows it."""
         index, pages = self._open()
         room = self.num_slots - index.num_slots
+        has_room = index.num_slots >= max(1, self.num_slots // STEPS)
         if not room or monotonic() < self._ask_again:
             return False
-        for more in (min(room, max(count, self.num_slots // STEPS)), min(room, count)):
+        for more in (min(room, max(count, min(self.num_slots // STEPS, MOST_STEP))), min(room, count)):
             after = index.num_slots + more
-            if reserve(self.folder, bytes_for(after, self.slot_bytes), self.max_bytes, partial(pages.resize, after)):
+            size, grow = bytes_for(after, self.slot_bytes), partial(pages.resize, after)
+            if reserve(self.folder, size, self.max_bytes, grow, keeps_recent=has_room):
                 index.free[:0] = range(after - 1, index.num_slots - 1, -1)
                 index.num_slots = after
                 return True
@@ -697,6 +706,10 @@ class PageStore:
             if not self.is_inherited:
                 unlock(descriptor)
             os.close(descriptor)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # the arguments were refused
+            self._close_files()
 
     def __enter__(self) -> PageStore:
         return self

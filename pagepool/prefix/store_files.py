@@ -7,7 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pagepool.prefix.fingerprint import Fingerprint
-from pagepool.prefix.page_index import HEAD_BYTES, RECORD_BYTES, SEED_BYTES, head_of, parsed_head, write_all
+from pagepool.prefix.page_index import HEAD_BYTES, NO_SLOT, RECORD_BYTES, SEED_BYTES, head_of, parsed_head, write_all
+from pagepool.prefix.store_folder import note_reader
 
 __all__ = ["RESERVED", "bytes_for", "close_all", "open_reader", "open_writer", "slots_within"]
 
@@ -24,7 +25,7 @@ def bytes_for(num_slots: int, slot_bytes: int) -> int:
 def slots_within(max_bytes: int, fingerprint: Fingerprint) -> tuple[int, int]:
     """Return the size and the number of the slots of a store. Raises `ValueError` without room for four pages."""
     slot_bytes = max(1, -(-fingerprint.page_bytes // ALIGNMENT)) * ALIGNMENT
-    num_slots = (max_bytes - RESERVED) // (slot_bytes + RECORD_BYTES)
+    num_slots = min((max_bytes - RESERVED) // (slot_bytes + RECORD_BYTES), NO_SLOT)
     least = LEAST_SLOTS * (1 + -(-fingerprint.state_bytes // slot_bytes))
     if num_slots < least:
         kept = f"{LEAST_SLOTS} pages and states" if fingerprint.state_bytes else f"{LEAST_SLOTS} pages"
@@ -76,6 +77,7 @@ def open_reader(folder: Path, fingerprint: Fingerprint, slot_bytes: int) -> tupl
     try:
         for name in ("index", "pages"):
             files.append(_open(folder / name, os.O_RDONLY))
+        note_reader(files[0])
         seed = _seed_in(files[0], fingerprint, slot_bytes)
         if seed is None:
             raise ValueError(f"{folder / 'index'} is damaged or has another fingerprint")
@@ -103,8 +105,10 @@ def _seed_in(index: int, fingerprint: Fingerprint, slot_bytes: int) -> bytes | N
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Write a file unless it has this text already."""
-    with suppress(FileNotFoundError, UnicodeDecodeError):
-        if path.read_text(encoding="utf-8") == text:
+    """Write a file unless it has this text already. Raises `OSError`, also for a symbolic link."""
+    data = text.encode()
+    with suppress(FileNotFoundError), open(_open(path, os.O_RDONLY), "rb") as file:
+        if file.read() == data:
             return
-    path.write_text(text, encoding="utf-8")
+    with open(_open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+        file.write(data)

@@ -11,12 +11,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["bytes_of", "bytes_on_disk", "claim", "last_use", "lock", "remove", "reserve", "stores_in", "unlock"]
+__all__ = [
+    "bytes_of",
+    "bytes_on_disk",
+    "claim",
+    "last_use",
+    "lock",
+    "note_reader",
+    "remove",
+    "reserve",
+    "stores_in",
+    "unlock",
+]
 
 FILES = ("index", "pages", "FINGERPRINT", "lock")
 OLDER_FILES = ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm", "index.sqlite-journal")
 NAME = re.compile("[0-9a-f]{32}")
-RECENT_SECONDS = 600.0  # stores used since then are not removed to make room: their server may be restarting
+RECENT_SECONDS = 600.0  # stores used since then are kept for the sake of a server that restarts
+LOCK_TRIES, LOCK_SECONDS = 5, 0.0005  # for the lock of the whole directory, which processes hold for a moment
 
 
 def claim(folder: Path) -> bool:
@@ -100,44 +112,72 @@ def last_use(folder: Path) -> float:
 
 
 def remove(folder: Path) -> bool:
-    """Remove the files of a store. Returns false while a process writes to it. Raises `OSError`."""
+    """Remove the files of a store. Returns false while a process has it open. Raises `OSError`."""
     descriptor = lock(folder)
     if descriptor is None:
         return False
     try:
-        for name in (*FILES, *OLDER_FILES):
-            (folder / name).unlink(missing_ok=True)
-        folder.rmdir()
+        with _no_reader(folder / "index") as is_unread:
+            if not is_unread:
+                return False
+            for name in (*FILES, *OLDER_FILES):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
     finally:
         os.close(descriptor)
     return True
 
 
+def note_reader(index: int) -> None:
+    """Keep a store from being removed while the descriptor of its index is open. Raises `BlockingIOError`."""
+    fcntl.flock(index, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
 @contextmanager
-def _locked(root: Path) -> Iterator[bool]:
-    """Hold the lock of the whole directory, if no other process does. Nothing waits for it."""
-    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield False
-    else:
+def _no_reader(index: Path) -> Iterator[bool]:
+    """Keep new readers out, and yield True, unless a process reads this index."""
+    if not index.is_file() or index.is_symlink():
         yield True
+        return
+    descriptor = os.open(index, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield _try_lock(descriptor, 1)
     finally:
         os.close(descriptor)
 
 
-def reserve(folder: Path, wanted: int, max_bytes: int, grow: Callable[[], None]) -> bool:
+@contextmanager
+def _locked(root: Path) -> Iterator[bool]:
+    """Hold the lock of the whole directory. False if another process does for more than about 2 ms."""
+    descriptor = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        yield _try_lock(descriptor, LOCK_TRIES)
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int, tries: int) -> bool:
+    for number in range(tries):
+        if number:
+            time.sleep(LOCK_SECONDS)
+        with suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+def reserve(folder: Path, wanted: int, max_bytes: int, grow: Callable[[], None], *, keeps_recent: bool = True) -> bool:
     """Call `grow` if the store in `folder` may take `wanted` bytes, and all stores next to it `max_bytes` together.
 
-    Removes other stores that no process writes to if they have not been used for `RECENT_SECONDS`, the oldest first.
+    Removes other stores that no process has open, the oldest first. If `keeps_recent`, it keeps stores that were used
+    in the last `RECENT_SECONDS`.
     """
     with _locked(folder.parent) as is_locked:
         if not is_locked:
             return False
         others = {path: bytes_of(path) for path in stores_in(folder.parent) if path != folder}
-        old = [path for path in others if last_use(path) < time.time() - RECENT_SECONDS]
-        for path in sorted(old, key=last_use):
+        before = time.time() - RECENT_SECONDS if keeps_recent else float("inf")
+        for path in sorted((path for path in others if last_use(path) < before), key=last_use):
             if wanted + sum(others.values()) <= max_bytes:
                 break
             if remove(path):

@@ -101,7 +101,10 @@ class StoreLink:
             self.queue.mark(blocks)
 
     def has_next(self, cache: Any, row: Any, cache_salt: Any, extra_keys: Any) -> bool:
-        """Return whether the store has the first block of `row` that is not cached. Reads the index, and no page."""
+        """Return whether the store has the first block of `row` that is not cached. Reads the index, and no page.
+
+        Also true if that would need the whole index of a store with much that is new.
+        """
         if self.store.is_inherited:
             return False
         size, keys = cache.block_size, {"cache_salt": cache_salt, "extra_keys": extra_keys}
@@ -110,7 +113,7 @@ class StoreLink:
         if len(row) < known + size:
             return False
         name = self.store.names(row, root_key(**keys))[-1]
-        return bool(self.store.find([name], [row[known:].tobytes()]))
+        return self.store.pages.is_behind() or bool(self.store.find([name], [row[known:].tobytes()]))
 
     def load_state(self, names: Sequence[bytes], tokens: Sequence[bytes], state: memoryview) -> int:
         """Read the last of these states that the store has, with a right sum; return its place, or -1."""

@@ -1,7 +1,9 @@
 """PageStore: opaque keys, one process that writes, one bound for the directory, files that can only be read."""
 
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +15,7 @@ import pytest
 from refusals import refuses
 
 from pagepool import PageStore
-from pagepool.prefix import page_index, store_folder
+from pagepool.prefix import page_file, page_index, store_folder
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.page_index import RECORD_BYTES
 from pagepool.prefix.store_files import RESERVED
@@ -435,9 +437,10 @@ def test_a_store_that_was_used_a_moment_ago_or_is_in_use_is_kept(tmp_path, caplo
 
 
 def test_pages_without_room_are_counted_and_logged_once(tmp_path, caplog):
-    fill(tmp_path, "first", 100)
-    with caplog.at_level(logging.WARNING, "pagepool"):
-        _, stats = fill(tmp_path, "second", 5)
+    with PageStore(tmp_path, room(100), Fingerprint("first", SIZE)) as store:
+        assert all(store.put(key, b"") for key in keys(*range(100)))
+        with caplog.at_level(logging.WARNING, "pagepool"):
+            _, stats = fill(tmp_path, "second", 5)
     assert stats["dropped"] == 5 and stats["written"] == 0 and len(caplog.records) == 1 and "room" in caplog.text
 
 
@@ -461,12 +464,108 @@ def test_two_stores_that_grow_at_once_stay_within_the_bound(tmp_path):
     assert sizes <= room(100) and total(tmp_path) <= room(100)
 
 
-def test_a_store_that_is_removed_while_it_is_read_is_begun_again_by_its_reader(tmp_path):
+def test_a_full_directory_has_room_for_new_weights_at_once(tmp_path):
+    first, _ = fill(tmp_path, "first", 60)
+    second, _ = fill(tmp_path, "second", 40)
+    folder, stats = fill(tmp_path, "third", 110)
+    assert not first.exists() and second.exists() and 55 < stats["used_slots"] <= 60, "the oldest makes room"
+    with PageStore(tmp_path, room(100), Fingerprint("third", SIZE)) as store:
+        reader = PageStore(tmp_path, room(100), Fingerprint("third", SIZE))
+        store.close()
+        fill(tmp_path, "fourth", 5)
+        assert folder.exists() and not second.exists() and found(reader, keys(109)[0]), "a process reads it"
+        reader.close()
+
+
+def test_a_store_gets_room_while_another_one_grows(tmp_path, monkeypatch):
+    file = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    monkeypatch.setattr(store_folder.time, "sleep", lambda seconds: fcntl.flock(file, fcntl.LOCK_UN))
+    with PageStore(tmp_path, room(40), MODEL) as store:
+        assert store.put(b"a", page_of(b"a"))
+    os.close(file)
+
+
+def test_files_that_are_removed_while_they_are_open_are_begun_again(tmp_path):
+    with PageStore(tmp_path, room(40), MODEL) as store:
+        store.put(b"a", page_of(b"a"))
+        shutil.rmtree(store.folder)
+        assert found(store, b"a"), "the files are still open"
+        assert store.put(b"b", page_of(b"b")) and store.is_writer
+        with PageStore(tmp_path, room(40), MODEL) as reader:
+            assert [found(reader, key) for key in (b"a", b"b")] == [False, True]
+
+
+def test_a_store_that_is_deleted_closes_its_files(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert PageStore(tmp_path, room(40), MODEL).is_writer
+    assert len(os.listdir("/proc/self/fd")) == before
+    with refuses(TypeError, "max_bytes"):
+        PageStore(tmp_path, None, MODEL)
+
+
+def test_pages_that_were_all_used_make_room_for_the_next_one(tmp_path):
+    with PageStore(tmp_path, room(6), MODEL) as store:
+        assert all(store.put(key, page_of(key)) for key in keys(*range(6)))
+        assert all(found(store, key) for key in keys(3, 1, 0, 2, 4, 5))
+        assert store.put(b"new", page_of(b"new")) and store.stats()["evicted"] == 1
+
+
+def test_a_page_that_is_too_large_takes_no_place_of_others(tmp_path):
+    with PageStore(tmp_path, room(6), MODEL) as store:
+        assert all(store.put(key, page_of(key)) for key in keys(*range(6)))
+        assert not store.put(b"large", bytes(7 * 8192)) and store.stats()["dropped"] == 1
+        assert all(found(store, key) for key in keys(*range(6)))
+        assert store.put(b"large", bytes(6 * 8192)) and store.stats()["evicted"] == 6
+
+
+@pytest.mark.parametrize("limit", [1 << 50, 1 << 63, 1 << 70])
+def test_a_limit_may_be_larger_than_every_disk(tmp_path, limit):
+    with PageStore(tmp_path, limit, Fingerprint("small", 1)) as store:
+        assert store.put(b"a", b"a") and store.get(b"a", bytearray(1))
+        assert store.num_slots < 1 << 32
+
+
+def test_no_file_is_written_through_a_link(tmp_path, caplog):
+    with PageStore(tmp_path / "store", room(40), MODEL) as store:
+        folder = store.folder
+    for name in ("index", "pages", "FINGERPRINT", "lock"):
+        target, path = tmp_path / name, folder / name
+        target.write_text("kept")
+        path.unlink()
+        path.symlink_to(target)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "pagepool"), PageStore(tmp_path / "store", room(40), MODEL) as store:
+            assert not store.put(b"a", page_of(b"a")) and target.read_text() == "kept" and name in caplog.text
+        path.unlink()
+
+
+def test_a_use_of_an_unknown_key_and_a_page_that_is_dropped_during_a_read_take_no_memory(tmp_path, monkeypatch):
+    with PageStore(tmp_path, room(4), MODEL) as store, PageStore(tmp_path, room(4), MODEL) as reader:
+        for key in keys(*range(20)):
+            store.touch(key)
+        assert not store._used
+        store.put(b"a", page_of(b"a"))
+        read = page_file.PageFile.read
+
+        def forget_first(self, entry, page):
+            store.forget([b"a"])
+            return read(self, entry, page)
+
+        monkeypatch.setattr(page_file.PageFile, "read", forget_first)
+        for each in (store, reader):
+            assert not each.get(b"a", bytearray(SIZE)) and not each._refused and not each.stats()["refused"]
+            store.put(b"a", page_of(b"a"))
+
+
+def test_a_store_that_is_removed_is_begun_again_by_its_reader(tmp_path):
     writer, reader = PageStore(tmp_path, room(40), MODEL), PageStore(tmp_path, room(40), MODEL)
     writer.put(b"a", page_of(b"a"))
     assert not store_folder.remove(writer.folder), "a process writes to it"
     writer.close()
-    assert store_folder.remove(writer.folder) and not writer.folder.exists()
+    assert not store_folder.remove(writer.folder), "a process reads it"
+    shutil.rmtree(writer.folder)
     assert found(reader, b"a"), "the files are still open"
     assert reader.put(b"b", page_of(b"b")) and reader.is_writer
     assert [found(reader, key) for key in (b"a", b"b")] == [False, True]
@@ -496,5 +595,15 @@ def test_bad_arguments_are_refused(tmp_path):
         PageStore(tmp_path, room(40), MODEL)
     tmp_path.chmod(0o700)
     assert [path.name for path in Path(tmp_path).iterdir()] == []
-    with refuses(TypeError):
-        PageStore(tmp_path, room(40), MODEL).put(b"a", "text")
+    with PageStore(tmp_path, room(40), MODEL) as store:
+        with refuses(TypeError):
+            store.put(b"a", "text")
+        for call in (
+            store.contains,
+            store.touch,
+            lambda key: store.put(b"a", b"", key),
+            lambda key: store.forget([key]),
+        ):
+            with refuses(TypeError, "key", "str"):
+                call("text")
+        assert not store.contains(b"a")
