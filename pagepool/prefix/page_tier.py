@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagepool._arguments import integer
+from pagepool._arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE, KvLayout
 from pagepool.errors import PoolError, PoolExhausted, refuse_copy
 from pagepool.memory.block_refs import BlockRefs
@@ -51,8 +51,8 @@ class TierMatch:
 
     __reduce__ = refuse_copy
 
-    def __init__(self, refs: BlockRefs, blocks: NDArray[np.int32], block_size: int) -> None:
-        self.blocks, self.num_tokens = blocks, len(blocks) * block_size
+    def __init__(self, refs: BlockRefs, blocks: NDArray[np.int32], block_size: int, shared: Any) -> None:
+        self.blocks, self.num_tokens, self._shared = blocks, len(blocks) * block_size, shared
         self._finalizer = weakref.finalize(self, refs.give_back)
         self._finalizer.atexit = False  # a pool releases the blocks of a process that ends
 
@@ -137,6 +137,7 @@ class PageTier:
         self.page_bytes = integer("page_bytes of the fingerprint", fingerprint.page_bytes, 1)
         layers = -(-self.page_bytes // (TOKEN_BYTES * self.block_size))
         layout = KvLayout(layers, 1, HEAD_DIM, self.block_size, "float32")
+        self._pid = os.getpid()
         self.name, self._faults = name, set[str]()  # faults that were logged, and not seen to be over
         kept, self._budget = None, MemoryBudget(name, max_bytes)
         try:
@@ -235,7 +236,7 @@ class PageTier:
             self._faults.discard("nothing is found")
         except PoolError as error:
             self._fail("nothing is found", error)
-        return TierMatch(refs, blocks, self.block_size)
+        return TierMatch(refs, blocks, self.block_size, self._pool.shared)
 
     def read(self, found: TierMatch, into: Sequence[Any], start: int = 0) -> None:
         """Copy pages of a match, from page `start` on, into buffers. Copies without the GIL.
@@ -253,9 +254,14 @@ class PageTier:
         Raises
         ------
         ValueError
-            There are more buffers than pages, or a buffer has another size. Pages before it were copied.
+            `found` is closed or from another tier, or there are more buffers than pages. Or a buffer has another size:
+            pages before it were copied.
         """
-        blocks = found.blocks[start:]
+        if not isinstance(found, TierMatch):
+            raise wrong("found", "a TierMatch", found)
+        if found._shared != self._pool.shared or not found._finalizer.alive or not len(self._pages):
+            raise ValueError("found must be a match of this tier; neither it nor the tier may be closed")
+        blocks = found.blocks[integer("start", start, 0) :]
         if len(into) > len(blocks):
             raise ValueError(f"into has {len(into)} buffers, the match {len(blocks)} pages from page {start} on")
         for block, page in zip(blocks.tolist(), into, strict=False):
@@ -365,13 +371,18 @@ class PageTier:
         """Leave the tier. The pages stay for other processes and for the next one. May be called again.
 
         Waits for the prompt that the thread of `submit_match` reads for, and cancels the futures of other prompts.
+        Raises `BufferError` while another thread copies pages: call it again then.
         """
         self._reader.shutdown(cancel_futures=True)
         if self._cache.link is not None:
             self._cache.link.close()
             self._cache.link.store.close()
         self._pages = self._pages[:0].copy()  # a view would keep the memory
-        self._pool.close()
+        try:
+            self._pool.close()
+        except BufferError:  # after a fork, the copy of a thread that the child does not have
+            if os.getpid() == self._pid:
+                raise
 
     def remove(self) -> None:
         """Leave the tier and remove its memory. Processes that have it keep it until they end. A store stays."""

@@ -17,8 +17,10 @@ import pytest
 from refusals import refuses
 
 from pagepool import PageTier
+from pagepool.prefix import page_index
 from pagepool.prefix.fingerprint import Fingerprint
 from pagepool.prefix.page_file import PageFile
+from pagepool.prefix.page_index import PageIndex
 from pagepool.prefix.page_store import PageStore
 
 BLOCK = 4
@@ -242,8 +244,24 @@ def test_wrong_arguments_are_refused_and_nothing_is_kept(name):
             with pytest.raises(error):
                 tier.read(found, [into, wrong])
             assert into == page_of(tokens[:BLOCK], {}).tobytes(), "pages before it were copied"
+    into = [bytearray(PAGE)]
+    with tier.match(tokens) as found:
+        with refuses(ValueError, "start", 0, -1):
+            tier.read(found, into, start=-1)
+        with refuses(TypeError, "found", "Future"):
+            tier.read(tier.submit_match(tokens), into)
+        other = PageTier(name, BYTES, OTHER)
+        with refuses(ValueError, "found", "this tier"):
+            other.read(found, into)
+        other.close()
+    with refuses(ValueError, "found", "closed"):
+        tier.read(found, into)
     tier.check()
-    tier.close()
+    with tier.match(tokens) as found:
+        tier.close()
+        with refuses(ValueError, "found", "closed"):
+            tier.read(found, into)
+    assert into == [bytearray(PAGE)]
 
 
 def test_random_prompts_in_two_processes_find_only_their_own_pages(name):
@@ -327,6 +345,23 @@ def test_a_submitted_match_waits_for_no_page_of_the_store(name, tmp_path, monkey
     assert tier.submit_match(rows[0]).result(0).num_tokens == 0
 
 
+def test_a_submitted_match_does_not_wait_until_the_index_of_the_store_is_read(name, tmp_path, monkeypatch):
+    writer = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
+    serve(writer, range(4 * BLOCK))
+    tier = PageTier(name + "-reader", BYTES, MODEL, store=tmp_path, store_bytes=STORE)
+    assert writer.flush(60) and not tier._cache.store.is_writer
+    monkeypatch.setattr(page_index, "RING", 4)
+    may_read, load = Event(), PageIndex.load
+    monkeypatch.setattr(PageIndex, "load", lambda *each, **more: may_read.wait(60) and load(*each, **more))
+    found = [tier.submit_match(range(4 * BLOCK)) for _ in range(2)]
+    assert not any(each.done() for each in found)
+    may_read.set()
+    assert [each.result(60).num_tokens for each in found] == [4 * BLOCK] * 2
+    assert tier.submit_match(range(4 * BLOCK + 1)).result(60).num_tokens == 4 * BLOCK
+    tier.close()
+    writer.close()
+
+
 def test_evicted_pages_come_back_from_the_store(name, tmp_path):
     tier = PageTier(name, BYTES, MODEL, store=tmp_path, store_bytes=STORE)
     writer = PageTier(name, BYTES, MODEL)  # another process without a store, as a worker of an engine
@@ -398,6 +433,9 @@ def test_a_child_after_a_fork_finds_and_keeps_nothing(name, caplog, tmp_path):
         os._exit(0)
 
     assert os.waitpid(in_child(use), 0)[1] == 0
+    view = memoryview(tier._pages)  # as a thread that copies has it
+    assert os.waitpid(in_child(lambda: os._exit(tier.close() is not None)), 0)[1] == 0
+    view.release()
     assert find(tier, tokens) == 4
     tier.check()
     tier.close()
