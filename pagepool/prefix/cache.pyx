@@ -306,10 +306,11 @@ cdef class PrefixCache:
     def explain(self, tokens, *, cache_salt=None, extra_keys=()):
         """Say why `match_prefix` does not find all of `tokens`. Changes nothing.
 
-        Call it before the prompt is cached. Pages that are only in the store count as evicted. At most 1,024 prompts
-        that differ at one place and 1,024 other salts and keys are compared, the youngest first. Tokens of another salt
-        or other keys are never shown. In a shared pool the reason of all full blocks is "shared_pool", since other
-        processes evict too. Parameters and errors as in `match_prefix`. Returns an `Explanation`.
+        Call it before the prompt is cached. The store is not read: pages that are only there count as evicted, or as
+        never seen after a restart. At most 1,024 prompts that differ at one place and 1,024 other salts and keys are
+        compared, the youngest first. Tokens of another salt or other keys are never shown. In a shared pool the reason
+        of all full blocks is "shared_pool", since other processes evict too. Parameters and errors as in
+        `match_prefix`. Returns an `Explanation`.
 
         Examples
         --------

@@ -12,7 +12,7 @@ A prompt is a row of parts without gaps: the tokens that were found, then parts 
 | `other_key` | are known only under another salt or other extra keys |
 | `never_seen` | are behind the end of everything known, or not known at all |
 | `shared_pool` | are not cached. The processes of a shared pool do not note what they evict |
-| `short` | are fewer than a block |
+| `short` | are fewer than a block; in a scheduler, which computes the last token of each prompt, at most a block |
 """
 
 from __future__ import annotations
