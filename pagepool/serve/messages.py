@@ -103,7 +103,7 @@ def _chat_messages(place: str, message: Any) -> list[dict[str, Any]]:
         raise RequestError(400, f"the role of {place} must be user, assistant or system", param="messages")
     parts = parts_of(f"{place}.content", message.get("content"), CONTENTS[role])
     if role == "assistant":
-        joined = {name: "".join(part.get(name, "") for part in parts) for name in ("text", "thinking")}
+        joined = {name: "".join(part[name] for part in parts if part["type"] == name) for name in ("text", "thinking")}
         found = {"role": role, "content": joined["text"]}
         if joined["thinking"]:
             found["reasoning_content"] = joined["thinking"]

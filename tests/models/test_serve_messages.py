@@ -403,6 +403,17 @@ def test_messages_stay_where_they_are_with_thoughts_calls_and_results():
     ]
 
 
+def test_a_part_is_read_by_its_type():
+    parts = [{"type": "text", "text": "It", "thinking": []}, {"type": "thinking", "thinking": "so", "text": 5}]
+    message = {"role": "assistant", "content": [*parts, USE | {"text": {}, "thinking": "x"}]}
+    assert messages_of(*ONE, message, *ONE)[1] == {
+        "role": "assistant",
+        "content": "It",
+        "reasoning_content": "so",
+        "tool_calls": [CALL],
+    }
+
+
 @pytest.mark.parametrize("is_list", [False, True])
 def test_a_text_that_changes_with_each_request_is_left_out_of_the_system_s(is_list):
     header = "x-anthropic-billing-header: cc_version=2.1; cch=eb6c6;"
