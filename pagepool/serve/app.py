@@ -31,7 +31,7 @@ from pagepool.engine.token_texts import TokenTexts
 from pagepool.engine.tokenizing import MAX_TOKENIZERS
 from pagepool.errors import EngineClosed, RequestRejected
 from pagepool.serve.access import Access, Keys, salt_of
-from pagepool.serve.channels import Channels, has_channels, with_thinking
+from pagepool.serve.channels import Channels, has_channels, stop_tokens, with_thinking
 from pagepool.serve.errors import RequestError, quoted
 from pagepool.serve.fields import PATHS
 from pagepool.serve.http import Bodies, Observer, log_name, on_disconnect, on_http_error, on_refusal, read_id
@@ -518,7 +518,10 @@ class Server:
             except (TypeError, ValueError) as error:
                 raise RequestError(400, f"tools: {error}", param="tools") from None
         structured = None if structured is None else replace(structured, after=after)
-        request.params = params.changed(structured=structured, skip_special_tokens=skips)
+        changed = {"structured": structured, "skip_special_tokens": skips}
+        if self._has_channels and not params.ignore_eos:
+            changed["stop_token_ids"] = params.stop_token_ids | stop_tokens(self._engine.tokenizer)
+        request.params = params.changed(**changed)
 
         def new_parts() -> MessageParts:
             if self._has_channels:

@@ -14,11 +14,12 @@ from pagepool.engine.grammar_check import NEXT
 from pagepool.errors import RequestRejected
 from pagepool.serve.tools import CallDeltas, special_tokens
 
-__all__ = ["Channels", "has_channels", "with_thinking"]
+__all__ = ["Channels", "has_channels", "stop_tokens", "with_thinking"]
 
 MESSAGE, END = "<|message|>", "<|end|>"
 TOKENS = {"<|start|>", "<|channel|>", "<|constrain|>", MESSAGE, END}
 BEGINS = ("<|channel|>", " to=")  # of a header
+ENDS = ("<|return|>", "<|call|>")  # of an answer
 FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 TEXT = re.compile(r"(?!.*\bto=).*<\|channel\|>(final|commentary)\b", re.DOTALL)
 
@@ -132,6 +133,11 @@ def has_channels(tokenizer: Any) -> bool:
     """Return true if the chat template of a tokenizer writes messages in channels, with special tokens."""
     template = str(getattr(tokenizer, "chat_template", None))
     return "<|channel|>" in template and special_tokens(tokenizer).keys() >= TOKENS
+
+
+def stop_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer in channels. A model's own list of stop tokens may lack them."""
+    return frozenset(token for text, token in special_tokens(tokenizer).items() if text in ENDS)
 
 
 def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -218,6 +218,20 @@ def test_a_grammar_is_for_the_final_channel(said):
             assert reasons == ["length"] or json.loads(message["content"]).keys() <= {"city", "days"}
 
 
+@pytest.mark.parametrize("end", ["<|return|>", "<|call|>"])
+def test_the_end_of_a_message_in_channels_ends_the_answer(end):
+    """Without tools no grammar ends a call, and the model's list of stop tokens may lack both tokens."""
+    with served_by("gpt_oss", f"{FINAL}a{end}b", f"{GPT_OSS}{end}b") as served:
+        (message,), reasons = found = whole(asked(served, tools=None))
+        assert found == streamed(served, tools=None)
+        assert message["content"] == "a" and reasons == ["stop"]
+        assert asked(served, tools=None, ignore_eos=True, max_tokens=40)["choices"][0]["finish_reason"] == "length"
+        messages = [USER, {"role": "assistant", "content": "a"}, USER]
+        (message,), reasons = found = whole(asked(served, tools=None, messages=messages))
+        assert found == streamed(served, tools=None, messages=messages)
+        assert (message["content"], message["reasoning_content"]) == ("Well.", ONE) and reasons == ["stop"]
+
+
 def tool(**parameters):
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
