@@ -512,8 +512,9 @@ class Server:
             skips = skips and not form.has_special
             may_think = self._thinks and not is_open
             try:
+                tools = request.tools if has_calls else ()  # a schema that is not used is not checked either
                 structured = Structured(
-                    grammar=grammar_of(form, request.tools, request.tool_choice, request.parallel_tool_calls, may_think)
+                    grammar=grammar_of(form, tools, request.tool_choice, request.parallel_tool_calls, may_think)
                 )
             except (TypeError, ValueError) as error:
                 raise RequestError(400, f"tools: {error}", param="tools") from None

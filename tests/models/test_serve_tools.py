@@ -232,6 +232,12 @@ def test_the_end_of_a_message_in_channels_ends_the_answer(end):
         assert (message["content"], message["reasoning_content"]) == ("Well.", ONE) and reasons == ["stop"]
 
 
+def test_tools_that_must_not_be_called_may_have_any_schema():
+    with served_by("gpt_oss", f"{FINAL}a") as served:
+        answer = asked(served, tools=[strict(properties={"x": {"uniqueItems": True}})], tool_choice="none")
+        assert answer["choices"][0]["message"]["content"] == "a"
+
+
 def tool(**parameters):
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
