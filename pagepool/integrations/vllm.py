@@ -111,6 +111,7 @@ class GittinsCachePolicy(CachePolicy):
     def remove(self, key: OffloadKey) -> None:
         """Remove a chunk that could not be written."""
         self._order.remove(key)
+        self._noted.discard(key)
         del self._chunks[key]
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
@@ -136,7 +137,10 @@ class GittinsCachePolicy(CachePolicy):
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         """Evict exactly n chunks that are not read or written, or none."""
         keys = self._order.evict(n, protected)
-        return None if keys is None else [(OffloadKey(key), self._chunks.pop(OffloadKey(key))) for key in keys]
+        if keys is None:
+            return None
+        self._noted.difference_update(map(OffloadKey, keys))  # a tier below reads chunks after their request has ended
+        return [(OffloadKey(key), self._chunks.pop(OffloadKey(key))) for key in keys]
 
     def clear(self) -> None:
         """Forget all chunks and all that was learnt."""

@@ -48,6 +48,20 @@ class Tier:
         return found
 
 
+def test_nothing_is_kept_of_chunks_that_are_evicted():
+    """A tier below reads new chunks: after their request has ended, if the store ends after it."""
+    tier = Tier(4)
+    policy = tier.manager._policy
+    for number in range(5):
+        request, [keys] = tier.begin([10 * number, 1, 2, 3])
+        tier.manager.prepare_store(keys, request)
+        tier.manager.on_request_finished(request)
+        tier.manager.complete_store(keys, request)
+        tier.manager._prepare_load(keys, request, record_access=False)
+        tier.manager.complete_load(keys, request)
+        assert policy._noted == set(keys) == set(policy._chunks)
+
+
 def test_a_tier_keeps_what_a_prefix_cache_keeps():
     random = np.random.default_rng(3)
     allocator = BlockAllocator(60)
