@@ -636,8 +636,13 @@ class Engine(Intake):
             if running.drafter is not None:
                 running.drafter.add(token)
             self._counts["generated_tokens"] += 1
-            if reason is not None:
-                break  # at a stop string the later tokens are dropped
+            if reason is not None:  # at a stop string the later tokens are dropped
+                dropped = max(0, accepted - place)
+                self._counts["accepted_tokens"] -= dropped
+                if generation is not None:
+                    generation.num_accepted -= dropped
+                    generation.num_rejected += dropped
+                break
         if len(sequence.output_tokens) == 1:
             self._counts["cached_tokens"] += sequence.num_cached
 

@@ -83,7 +83,7 @@ class Generation:
     num_cached : int
         Prompt tokens that were in the prefix cache. Set with the first token.
     num_accepted, num_rejected : int
-        Drafts that became output, and drafts that the model rejected. 0 without drafts.
+        Drafts that became output, and all others: the model rejected them, or a stop string came before them.
     submitted_at : float
         Time of `submit`, by `time.monotonic()`.
     scheduled_at, first_token_at, ended_at : float or None

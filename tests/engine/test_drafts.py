@@ -182,6 +182,17 @@ def test_a_tokenizer_that_fails_at_an_accepted_draft_ends_the_request_once():
         engine.check()
 
 
+def test_drafts_behind_a_stop_string_are_not_accepted():
+    text = [*b"abcdefghij"]
+    engine = Engine(FakeRunner(next_token=says("abcdefghij" * 2)), Bytes(), drafts="ngram")
+    with drafting(engine, {(65,): text}, 0, most=9) as engine:
+        engine._drafts.rng = SimpleNamespace(random=lambda: 0.0, randint=lambda least, most: most)
+        generation = engine.submit([65], SamplingParams(20, stop=["c"])).result(SECONDS)
+        assert (generation.text, len(generation.token_ids)) == ("ab", 3)
+        assert (generation.num_accepted, engine.stats()["accepted_tokens"]) == (2, 2)
+        assert generation.num_rejected == engine.stats()["drafted_tokens"] - 2 > 0
+
+
 def test_an_own_text_that_repeats_itself_takes_fewer_steps():
     text = "the quick brown fox jumps over the lazy dog. " * 6
     runner = FakeRunner(256, next_token=says(text + 20 * "?"))
