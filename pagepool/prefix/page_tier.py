@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pagepool._arguments import integer, wrong
 from pagepool.config import MAX_BLOCK_SIZE, KvLayout
-from pagepool.errors import PoolError, PoolExhausted, refuse_copy
+from pagepool.errors import PoolError, PoolExhausted, StaleHandle, refuse_copy
 from pagepool.memory.block_refs import BlockRefs
 from pagepool.memory.budget import MemoryBudget
 from pagepool.memory.kv_pool import KvCachePool
@@ -256,6 +256,8 @@ class PageTier:
         ValueError
             `found` is closed or from another tier, or there are more buffers than pages. Or a buffer has another size:
             pages before it were copied.
+        StaleHandle
+            Another thread has closed the tier meanwhile.
         """
         if not isinstance(found, TierMatch):
             raise wrong("found", "a TierMatch", found)
@@ -265,7 +267,14 @@ class PageTier:
         if len(into) > len(blocks):
             raise ValueError(f"into has {len(into)} buffers, the match {len(blocks)} pages from page {start} on")
         for block, page in zip(blocks.tolist(), into, strict=False):
-            move_page(self._pages[block], page, into_page=False)
+            move_page(self._page(block), page, into_page=False)
+
+    def _page(self, block: int) -> NDArray[np.uint8]:
+        try:
+            page: NDArray[np.uint8] = self._pages[block]
+        except IndexError:
+            raise StaleHandle(f"the page tier {self.name} was closed meanwhile") from None
+        return page
 
     def put(self, tokens: Any, pages: Sequence[Any], *, cache_salt: Any = None, extra_keys: Iterable[Any] = ()) -> int:
         """Keep the pages of a prompt. Evicts pages that were used longest ago if needed. Copies without the GIL.
@@ -300,7 +309,7 @@ class PageTier:
             before = self._cache.match_held(known, row, cache_salt, keys, is_use=False, reads=False).tolist()
             blocks = [*before, *self._allocate(fresh, len(pages) - len(before))]
             for place in range(len(before), len(blocks)):
-                move_page(self._pages[blocks[place]], pages[place], into_page=True)
+                move_page(self._page(blocks[place]), pages[place], into_page=True)
             row = row[: len(blocks) * size]
             self._cache.cache_blocks(
                 row, blocks, cache_salt=cache_salt, extra_keys=keys, start=len(before), epoch=epoch

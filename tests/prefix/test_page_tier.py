@@ -264,6 +264,22 @@ def test_wrong_arguments_are_refused_and_nothing_is_kept(name):
     assert into == [bytearray(PAGE)]
 
 
+def test_a_tier_that_is_closed_during_a_call_keeps_nothing(name):
+    tier = PageTier(name, BYTES, MODEL)
+
+    class Closing(Pages):
+        def __getitem__(self, place):
+            tier.close()
+            return super().__getitem__(place)
+
+    tokens = list(range(3 * BLOCK))
+    with pytest.raises(BufferError):  # the call copies a page
+        tier.put(tokens, Closing(tokens, {}))
+    assert tier.put(tokens, Pages(tokens, {})) == 0
+    tier.close()
+    assert find(PageTier(name, BYTES, MODEL), tokens) == 0
+
+
 def test_random_prompts_in_two_processes_find_only_their_own_pages(name):
     random = np.random.default_rng(3)
     tiers = [PageTier(name, BYTES, MODEL) for _ in range(2)]
