@@ -33,6 +33,7 @@ OPTIONS = {
 }
 BOUNDS = {"minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"}
 ALTERNATIVES = {"$ref", "anyOf", "oneOf"}
+LOST = {chr(code) for code in (*range(8), 11, *range(14, 32), 127)}  # llguidance drops them from a text that is given
 ANNOTATIONS = {"$schema", "$id", "$defs", "definitions", "title", "description", "default", "examples"}
 # Answers in channels, as in gpt-oss.
 FINAL = "<|channel|>final<|message|>"  # before the text of the last message
@@ -161,7 +162,8 @@ def check_schema(schema: str) -> None:
 
     Two properties that are not in `properties` may have the same name, and `minProperties` would count both. And the
     whole number e is accepted with exclusiveMinimum e if the maximum is above e and below e + 1. An exclusiveMaximum
-    has the same fault. If the schema joins parts of it, each bound is compared with all others.
+    has the same fault. If the schema joins parts of it, each bound is compared with all others. Numbers are rounded to
+    floats and the bounds of whole numbers then to 64 bits. Some control characters in texts and patterns are dropped.
     """
     found: list[dict[str, set[float]]] = []
     has_joins, values = False, [json.loads(schema)]
@@ -169,6 +171,14 @@ def check_schema(schema: str) -> None:
         value = values.pop()
         if isinstance(value, dict):
             found.append({name: {value[name]} for name in BOUNDS & value.keys() if type(value[name]) in (int, float)})
+            for name, (bound,) in found[-1].items():
+                if not is_exact(name, bound):
+                    raise ValueError(f"{name} {bound} is not supported: numbers are rounded there")
+            enum, patterns = value.get("enum"), value.get("patternProperties")
+            check_constants("const", [value.get("const")])
+            check_constants("enum", enum if isinstance(enum, list) else [])
+            check_constants("pattern", [value.get("pattern")])
+            check_constants("patternProperties", list(patterns) if isinstance(patterns, dict) else [])
             least, required = value.get("minProperties"), value.get("required")
             if type(least) is int and least > 1 + len(required if isinstance(required, list) else ()):
                 sentence = f"minProperties {least} is not supported with fewer than {least - 1} required properties"
@@ -187,6 +197,28 @@ def check_schema(schema: str) -> None:
         for name, neighbours in (("exclusiveMinimum", below), ("exclusiveMaximum", above)):
             if wrong := bounds.get(name, none) & neighbours:
                 raise ValueError(f"{name} {min(wrong)} is not supported with another bound less than 1 away")
+
+
+def is_exact(name: str, bound: float) -> bool:
+    """Return true if llguidance keeps to a bound of this size."""
+    if abs(bound) < 1 << 53:
+        return True
+    is_exclusive = name.startswith("exclusive")
+    if (bound if name.lower().endswith("maximum") else -bound) >= (1 << 63) - (not is_exclusive):
+        return True  # no number that it can write is beyond
+    return abs(bound) < 1 << 63 and not is_exclusive and float(bound) == bound
+
+
+def check_constants(name: str, values: list[Any]) -> None:
+    """Raise ValueError if llguidance would write another text or number than one of these, or inside of one."""
+    values = list(values)
+    while values:
+        value = values.pop()
+        if isinstance(value, str) and (lost := LOST.intersection(value)):
+            raise ValueError(f"{name} with the control character {min(lost)!r} is not supported")
+        if type(value) is int and abs(value) > 1 << 53:
+            raise ValueError(f"{name} {value} is not supported: whole numbers above 2**53 are rounded")
+        values.extend(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
 
 
 if __name__ == "__main__":

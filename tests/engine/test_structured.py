@@ -201,6 +201,11 @@ def test_log_probabilities_are_those_of_the_model():
         (Structured(json_schema=False), ["false"]),
         (Structured(json_schema={"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}), ["exclusiveMinimum", 1]),
         (Structured(json_schema={"allOf": [{"exclusiveMaximum": 0}, {"minimum": -0.5}]}), ["exclusiveMaximum", 0]),
+        (Structured(json_schema={"enum": ["a", {"b": ["\x01c"]}]}), ["enum", "x01"]),
+        (Structured(json_schema={"items": {"const": "a\x7f"}}), ["const", "x7f"]),
+        (Structured(json_schema={"type": "string", "pattern": "^a\x00"}), ["pattern", "x00"]),
+        (Structured(json_schema={"patternProperties": {"^a\x0b": True}}), ["patternProperties", "x0b"]),
+        (Structured(json_schema={"enum": [5, -(2**53) - 1]}), ["enum", -(2**53) - 1]),
         (Structured(json_schema={"$ref": "#"}), ["json_schema"]),
         (Structured(json_schema="{"), ["json_schema"]),
         (Structured(regex="(a"), ["regex", "unclosed"]),
@@ -464,6 +469,34 @@ def test_it_needs_a_tokenizer_a_stop_token_and_llguidance(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with Engine(FakeRunner(), Letters()) as engine, refuses(RequestRejected, "llguidance"):
         engine.submit([1], params)
+
+
+def accepts(grammars, structured, text):
+    state = grammars.compiled(structured).matcher()._state
+    return state.consume_tokens([*text.encode()]) and state.is_accepting()
+
+
+USUAL = {("maximum", 2**63 - 1), ("maximum", 2**64 - 1), ("maximum", 10**18)}
+LARGE = [2**53 - 1, 2**53, 2**53 + 1, 2**63 - 2, 2**63 - 1, 2**63, 2**64 - 1, 10**17 + 3, 10**18, 10**40]
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("bound", [sign * bound for bound in LARGE for sign in (1, -1)])
+def test_a_large_bound_is_kept_or_refused(grammars, name, bound):
+    whole = {
+        "minimum": int.__ge__,
+        "maximum": int.__le__,
+        "exclusiveMinimum": int.__gt__,
+        "exclusiveMaximum": int.__lt__,
+    }
+    structured = Structured(json_schema={"type": "integer", name: bound})
+    try:
+        grammars.compiled(structured)
+    except RequestRejected as error:
+        assert "json_schema" in str(error) and abs(bound) >= 2**53 and (name, bound) not in USUAL
+        return
+    for value in {bound + step for step in (-1025, -2, -1, 0, 1, 2, 1025)} | {0, 2**63 - 1, -(2**63)}:
+        assert whole[name](value, bound) or not accepts(grammars, structured, str(value))
 
 
 def test_bounds_that_do_not_meet_are_accepted(grammars):
