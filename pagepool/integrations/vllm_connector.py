@@ -384,6 +384,8 @@ def _refuse(connector: str, config: Any, kv_cache_config: Any, groups: str | Non
         f"a KV cache of dtype {dtype}": dtype == "auto",
         "speculative decoding": config.speculative_config is None,
         "asynchronous scheduling": not config.scheduler_config.async_scheduling,
+        # vLLM then takes blocks as computed that others of the step share, if their load has failed.
+        "long_prefill_token_threshold": not config.scheduler_config.long_prefill_token_threshold,
         f"weights of load format {load_format}, which have no digest": load_format != "dummy",
         "weights that change while the engine runs": config.weight_transfer_config is None,
         f"the role {role}, only kv_both": role == "kv_both",

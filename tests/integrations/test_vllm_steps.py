@@ -40,6 +40,9 @@ BYTES = (4 << 20) + 40 * 18_000  # 33 pages
 GARBAGE = 7e7
 
 
+SCHEDULER = SimpleNamespace(async_scheduling=False, long_prefill_token_threshold=0)
+
+
 def model_of(**changes):
     model = {"model": "m", "dtype": torch.float32, "hf_overrides": {}, "is_prefix_caching_supported": True, **changes}
     return SimpleNamespace(compute_hash=lambda: "hash", **model)
@@ -55,7 +58,7 @@ def config_of(tier, **changes):
         "parallel_config": SimpleNamespace(world_size=1),
         "cache_config": SimpleNamespace(cache_dtype="auto"),
         "load_config": SimpleNamespace(load_format="auto"),
-        "scheduler_config": SimpleNamespace(async_scheduling=False),
+        "scheduler_config": SCHEDULER,
         "speculative_config": None,
         "weight_transfer_config": None,
         **changes,
@@ -373,7 +376,11 @@ def test_other_parameters_find_nothing(name):
         ({"cache_config": SimpleNamespace(cache_dtype="fp8")}, ["dtype", "fp8"]),
         ({"speculative_config": 1}, ["speculative"]),
         ({"model_config": model_of(is_prefix_caching_supported=False)}, ["poolers"]),  # such as MEAN: all rows at once
-        ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, ["asynchronous"]),
+        ({"scheduler_config": SimpleNamespace(**{**vars(SCHEDULER), "async_scheduling": True})}, ["asynchronous"]),
+        (
+            {"scheduler_config": SimpleNamespace(**{**vars(SCHEDULER), "long_prefill_token_threshold": 256})},
+            ["long_prefill_token_threshold"],
+        ),
         ({"load_config": SimpleNamespace(load_format="dummy")}, ["dummy"]),
         ({"weight_transfer_config": 1}, ["weights"]),
         ({"kv_transfer_config": SimpleNamespace(kv_role="kv_producer")}, ["role", "kv_producer"]),
