@@ -104,16 +104,19 @@ def check(library: Any, asked: dict[str, Any], output: int) -> int:
 
 def answer_of(library: Any, asked: dict[str, Any]) -> tuple[str, str]:
     """Return a message, or "" and the grammar in llguidance's form."""
-    matcher, source = library.LLMatcher, ""
+    matcher, source, message = library.LLMatcher, "", ""
     try:
-        source = source_of(matcher, asked["kind"], asked["value"])
-        if asked["after"]:
-            source = behind(source, asked["after"], asked["special"])
+        sources = [source_of(matcher, asked["kind"], asked["value"])]
+        if asked["after"]:  # its first mask is of the text before the grammar
+            sources.append(behind(sources[0], asked["after"], asked["special"]))
         tokenizer = library.LLTokenizer(Bytes(asked["special"], asked["stop"]))
-        state = matcher(tokenizer, source, log_level=0, limits=library.LLParserLimits(**asked["limits"]))
-        if not state.is_error():
-            state.compute_bitmask()
-        message = state.get_error() if state.is_error() else "".join(state.get_grammar_warnings()[:1])
+        for source in sources:
+            state = matcher(tokenizer, source, log_level=0, limits=library.LLParserLimits(**asked["limits"]))
+            if not state.is_error():
+                state.compute_bitmask()
+            message = state.get_error() if state.is_error() else "".join(state.get_grammar_warnings()[:1])
+            if message:
+                break
     except (ValueError, RecursionError) as error:
         message = str(error)
     return message, source

@@ -548,6 +548,20 @@ def test_free_text_may_come_first_and_only_its_end_begins_the_grammar(structured
             matcher.add(token)
 
 
+@pytest.mark.parametrize("after", ["", "</think>", "<end>"])
+def test_a_wrong_grammar_is_refused_behind_free_text_too(after):
+    """The first mask of a grammar behind free text belongs to the free text."""
+    with closing(Grammars(Thinker(), VOCABULARY, [0])) as grammars:
+        for fields in (
+            {"grammar": "root ::= root"},
+            {"grammar": "start: start"},
+            {"regex": "(a{1000}){1000}"},
+            {"json_schema": {"$ref": "#"}},
+        ):
+            with refuses(RequestRejected, *fields):
+                grammars.compiled(Structured(**fields, after=after))
+
+
 def test_any_stop_token_of_the_model_ends_a_text():
     grammars = Grammars(Letters(), VOCABULARY, [3, 0, 200])
     matcher = grammars.compiled(Structured(choice=["a"])).matcher()
