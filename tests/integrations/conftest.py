@@ -1,9 +1,8 @@
 """Engines of vLLM that do not outlive a test, and names of tiers whose memory does not."""
 
-import os
-
 import pytest
-from vllm_engine import VllmEngine, files_of
+from tier_names import tier_name
+from vllm_engine import VllmEngine
 
 
 @pytest.fixture
@@ -22,7 +21,5 @@ def start():
 
 @pytest.fixture
 def name():
-    chosen = f"test-{os.getpid()}-{os.urandom(4).hex()}"
-    yield chosen
-    for path in files_of(chosen):
-        path.unlink()
+    with tier_name() as chosen:
+        yield chosen

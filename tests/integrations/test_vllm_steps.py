@@ -11,13 +11,13 @@ import threading
 import time
 import warnings
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from refusals import refuses
+from tier_names import files_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's and vLLM's own warnings at import
@@ -176,14 +176,6 @@ class Engine:
 NOTHING = Request(0, []), SimpleNamespace(get_block_ids=lambda *of: ([],)), 0  # a step without a token
 
 
-@pytest.fixture
-def name():
-    chosen = f"test-{os.getpid()}-{os.urandom(4).hex()}"
-    yield chosen
-    for path in Path("/dev/shm").glob(f"pagepool[-.]*{chosen}*"):
-        path.unlink()
-
-
 def prompt(source):
     """Return a prompt of up to 12 blocks: a prefix of one of 4 long prompts, sometimes with another end."""
     family, length = source.randrange(4), source.randrange(1, 10 * BLOCK)
@@ -314,7 +306,7 @@ def test_other_requests_run_while_pages_are_read_from_the_store(name, tmp_path, 
     stored, known = list(range(1000, 1001 + 4 * BLOCK)), list(range(3 * BLOCK + 1))
     engine.run(stored)
     engine.close()
-    for path in Path("/dev/shm").glob(f"pagepool[-.]*{name}*"):
+    for path in files_of(name):
         path.unlink()
     may_read, load = threading.Event(), PageStore.load
     monkeypatch.setattr(PageStore, "load", lambda *arguments: may_read.wait(60) and load(*arguments))

@@ -22,21 +22,31 @@ CONNECTOR = {
 }
 
 
-def files_of(name):
-    """Return the files with the memory of a tier."""
-    return [*Path("/dev/shm").glob(f"pagepool[-.]*{name}*")]
-
-
 def random_weights(seed):
     """Return a function that makes large random weights, so that each new token depends on all tokens before it."""
     random = np.random.default_rng(seed)
     return lambda *shape: (random.standard_normal(shape) * 1.5 / shape[-1] ** 0.5).astype(np.float32)
 
 
-def save_model(folder, seed):
-    """Write a Llama of two layers."""
+def save(folder, tensors, **config):
+    """Write a model in transformers' format."""
     from safetensors.numpy import save_file
 
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    common = {
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    (folder / "config.json").write_text(json.dumps({**common, **config}))
+
+
+def save_model(folder, seed):
+    """Write a Llama of two layers."""
     size, heads, kv_heads, dim, inner = 64, 4, 2, 32, 128
     weight = random_weights(seed)
 
@@ -54,8 +64,6 @@ def save_model(folder, seed):
         tensors[f"{name}mlp.down_proj.weight"] = weight(size, inner)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{name}{norm}.weight"] = np.ones(size, np.float32)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -65,23 +73,15 @@ def save_model(folder, seed):
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": dim,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "torch_dtype": "float32",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    save(folder, tensors, **config)
 
 
 def save_hybrid_model(folder, seed):
     """Write a Qwen3-Next with three layers of gated delta nets and one of attention. vLLM takes heads of 128 only."""
-    from safetensors.numpy import save_file
-
     size, heads, kv_heads, dim, experts, inner = 64, 4, 2, 128, 2, 64
     weight = random_weights(seed)
 
@@ -119,8 +119,6 @@ def save_hybrid_model(folder, seed):
         }
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{name}{norm}.weight"] = np.zeros(size, np.float32)
-    folder.mkdir(parents=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -142,16 +140,10 @@ def save_hybrid_model(folder, seed):
         "shared_expert_intermediate_size": inner,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    save(folder, tensors, **config)
 
 
 class VllmEngine:

@@ -9,12 +9,12 @@ import signal
 import time
 import zlib
 from itertools import pairwise
-from pathlib import Path
 from threading import Event
 
 import numpy as np
 import pytest
 from refusals import refuses
+from tier_names import files_of, tier_name
 
 from pagepool import PageTier
 from pagepool.prefix import page_index
@@ -32,16 +32,10 @@ STORE = 200 << 20
 KEYS = ({}, {"cache_salt": "a"}, {"extra_keys": (7,)})
 
 
-def files_of(name):
-    return [*Path("/dev/shm").glob(f"pagepool[-.]*{name}*")]
-
-
 @pytest.fixture
 def name():
-    chosen = f"test-{os.getpid()}-{os.urandom(4).hex()}"
-    yield chosen
-    for path in files_of(chosen):
-        path.unlink()
+    with tier_name() as chosen:
+        yield chosen
 
 
 def page_of(tokens, keys, pieces=1):

@@ -12,6 +12,7 @@ import numpy as np
 import pools
 import pytest
 from share import WHOLE
+from tier_names import files_of, tier_name
 
 from pagepool import KvCachePool, KvLayout, MemoryBudget, PoolError, PrefixCache, Scheduler, SchedulerConfig
 from pagepool.errors import PoolExhausted
@@ -29,14 +30,8 @@ LAYOUTS = {"a": FIRST, "b": SECOND}
 
 @pytest.fixture
 def name():
-    chosen = pools.new_name()
-    yield chosen
-    for path in files_of(chosen):
-        path.unlink()
-
-
-def files_of(name):
-    return [*Path("/dev/shm").glob(f"pagepool[-.]*{name}*")]
+    with tier_name() as chosen:
+        yield chosen
 
 
 def open_pool(name, which, num_blocks=0, num_bytes=BYTES, **options):
